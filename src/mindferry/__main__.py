@@ -1,0 +1,3 @@
+from mindferry.cli import main
+
+main()
