@@ -14,7 +14,8 @@ def printable(text: object) -> str:
     move the cursor, recolour the terminal or hide what stands before them.
     """
     return "".join(
-        ch if ch == "\t" or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        ch
+        if ch == "\t" or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
         else ch.encode("unicode_escape", "surrogatepass").decode("ascii")
         for ch in str(text)
     )

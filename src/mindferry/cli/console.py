@@ -126,8 +126,7 @@ def _fail(command: str, json_mode: bool, err: BaseException) -> int:
 def _save_traceback(err: BaseException) -> str:
     import tempfile
 
-    handle = tempfile.NamedTemporaryFile("w", prefix="mindferry-trace-", suffix=".log", delete=False)
-    with handle:
+    with tempfile.NamedTemporaryFile("w", prefix="mindferry-trace-", suffix=".log", delete=False) as handle:
         traceback.print_exception(type(err), err, err.__traceback__, file=handle)
     return handle.name
 
@@ -259,7 +258,9 @@ class Progress:
             self._bar = RichProgress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}" if self._total else "{task.completed:.0f}"),
+                TextColumn(
+                    "{task.completed:.0f}/{task.total:.0f}" if self._total else "{task.completed:.0f}"
+                ),
                 TextColumn(self._unit),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
