@@ -12,9 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from mindferry.errors import MindferryError
 from mindferry.sources import open_source
+from mindferry.sources.family import families
 from mindferry.weights import convert, target_names
 
-from .reference import forward
+from .reference import ACTIVATIONS, forward
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -102,7 +103,6 @@ def test_case_46_names_with_and_without_prefix_give_the_same(tmp_path: Path) -> 
 
 
 def test_case_1_conv1d_is_transposed_by_name() -> None:
-    from mindferry.sources.family import families
     from mindferry.weights.rules import bind
     from mindferry.weights.transforms import Geometry
 
@@ -323,3 +323,17 @@ def test_an_existing_model_is_not_overwritten(tmp_path: Path) -> None:
     convert(source, tmp_path / "out")
     with pytest.raises(MindferryError, match="already holds"):
         convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        (name, values)
+        for name, values in (families()["gpt2"].config["activation_function"].values or {}).items()
+    ],
+)
+def test_activation_table_against_transformers(name: str, function: str) -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-5, 5, 201, dtype=torch.float64)
+    np.testing.assert_allclose(ACT2FN[name](x).numpy(), ACTIVATIONS[function](x.numpy()), rtol=0, atol=1e-9)

@@ -200,13 +200,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def inside(root: Path, name: str) -> Path:
-    """The file `name` of directory `root`, after checking that it is a plain file of that directory.
+    """The file `name` of directory `root`, after checking that it is a file of that directory.
 
-    Shard names come from a JSON file nobody vouches for. A symbolic link may only lead to a file inside
+    A symbolic link may only lead to a file inside
     `root` or, as in the Hugging Face cache (snapshots/<revision>/ -> blobs/), to its blob folder.
 
     Raises:
-        MindferryError: the name is a path, the file is missing, or it leads out of the directory.
+        MindferryError: the file is missing, or it leads out of the directory.
     """
     if not _SHARD_NAME.fullmatch(name):
         raise damaged(
@@ -252,7 +252,14 @@ def read_index(index: Path) -> dict[str, str]:
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
         raise damaged(index, "expected an object with a table 'weight_map' of tensor name -> file name")
-    missing = sorted({name for name in table.values() if not (index.parent / Path(name).name).exists()})
+    bad = next((name for name in table.values() if not _SHARD_NAME.fullmatch(name)), None)
+    if bad is not None:  # names from a file nobody vouches for: never paths
+        raise damaged(
+            index,
+            f"names the file {bad[:120]!r}, which is not a plain file name",
+            id="weights.bad-shard-name",
+        )
+    missing = sorted({name for name in table.values() if not (index.parent / name).exists()})
     if missing:
         lost = sorted(tensor for tensor, name in table.items() if name in missing)
         raise MindferryError(
