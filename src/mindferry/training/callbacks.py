@@ -1,0 +1,208 @@
+"""MindSpore callbacks of a training run: one metrics line a step, checkpoints, a clean end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore.train.callback import Callback
+
+from mindferry.training import checkpoints
+
+
+def peak_memory_bytes() -> int:
+    """High-water mark of this process's resident memory (VmHWM); MindSpore's counter is 0 on a CPU."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(match.group(1)) * 1024 if match else 0
+
+
+def _scalar(value: Any) -> float | None:
+    if value is None:
+        return None
+    array = value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value)
+    return float(array.reshape(-1)[0]) if array.size else None
+
+
+@dataclass
+class Outcome:
+    """What a training session did.
+
+    Attributes:
+        losses: loss of each step of this session, by step number.
+        stopped: "finished", or "interrupted" after a signal.
+    """
+
+    first_step: int = 0
+    last_step: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    stopped: str = "finished"
+    checkpoint: Path | None = None
+
+
+class StepMetrics(Callback):
+    """Append one JSON line to metrics.jsonl after every optimizer step (seconds, bytes).
+
+    data_time is the wait for the batch, compute_time the step on the device until its results are read;
+    step_time is from the end of the step before, callbacks included.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        outcome: Outcome,
+        start_step: int,
+        last_step: int,
+        on_step: Callable[[dict[str, Any]], None],
+        should_stop: Callable[[], bool],
+        on_batch: Callable[[int, tuple[Any, ...]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._path, self._outcome, self._start, self._last = path, outcome, start_step, last_step
+        self._on_step, self._should_stop, self._on_batch = on_step, should_stop, on_batch
+
+    def on_train_begin(self, run_context: Any) -> None:
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in on_train_end
+        self._previous_end = time.perf_counter()
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        self._begin = time.perf_counter()
+        self._batch = run_context.original_args().train_dataset_element
+        if self._on_batch is not None:
+            step = self._start + run_context.original_args().cur_step_num
+            self._on_batch(step, self._batch)
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        outputs = params.net_outputs
+        loss = _scalar(outputs[0])
+        end = time.perf_counter()
+        step = self._start + params.cur_step_num
+        step_time = end - self._previous_end
+        tokens = int(np.prod(self._batch[0].shape))
+        record = {
+            "step": step,
+            "loss": loss,
+            "lr": _scalar(outputs[3]),
+            "grad_norm": _scalar(outputs[4]),
+            "loss_scale": _scalar(outputs[2]),
+            "overflow": bool(_scalar(outputs[1])),
+            "data_time": self._begin - self._previous_end,
+            "compute_time": end - self._begin,
+            "step_time": step_time,
+            "tokens_per_second": tokens / step_time,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.flush()
+        self._outcome.losses[step] = math.nan if loss is None else loss
+        self._outcome.last_step = step
+        self._on_step(record)
+        if self._should_stop():
+            self._outcome.stopped = "interrupted"
+            run_context.request_stop()
+        if step >= self._last:
+            run_context.request_stop()
+        self._previous_end = end
+
+    def on_train_end(self, run_context: Any) -> None:
+        self._file.close()
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: write it as a string that a reader cannot miss."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+class CommittedCheckpoints(Callback):
+    """Save every `every` steps, at the end, and on request; see mindferry.training.checkpoints.
+
+    Must run after StepMetrics, which decides when to stop.
+    """
+
+    def __init__(
+        self, root: Path, outcome: Outcome, *, every: int, keep: int, model: Any, state: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self._root, self._outcome, self._every, self._keep = root, outcome, every, keep
+        self._model, self._state = model, state
+        self._saved = -1
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        step = self._outcome.last_step
+        if step % self._every == 0 or run_context.get_stop_requested():
+            self._save(run_context, step)
+
+    def on_train_end(self, run_context: Any) -> None:
+        if self._outcome.last_step > self._outcome.first_step:
+            self._save(run_context, self._outcome.last_step)
+
+    def _save(self, run_context: Any, step: int) -> None:
+        if step == self._saved:
+            return
+        network = run_context.original_args().train_network
+        weights, rest = split_parameters(network, self._model())
+        state = {**self._state, "step": step, "samples": step * self._state["global_batch_size"]}
+        self._outcome.checkpoint = checkpoints.save(self._root, step, weights, rest, state, self._keep)
+        self._saved = step
+
+
+def split_parameters(network: Any, model: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """All parameters of the training step as numpy: the model's weights, and everything else by name."""
+    weights = {p.name: p.asnumpy() for p in model.get_parameters()}
+    rest = {p.name: p.asnumpy() for p in network.get_parameters() if p.name not in weights}
+    return weights, rest
+
+
+class CheckWeights(Callback):
+    """Run a check of the loaded weights before the first step."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def on_train_begin(self, run_context: Any) -> None:
+        self._check()
+
+
+class RestoreOptimizer(Callback):
+    """Put the optimizer's state back before the first step of a resumed run.
+
+    Raises:
+        MindferryError: the checkpoint lacks a state of this run, or has one of another shape.
+    """
+
+    def __init__(self, checkpoint: checkpoints.Checkpoint, model: Any) -> None:
+        super().__init__()
+        self._checkpoint, self._model = checkpoint, model
+
+    def on_train_begin(self, run_context: Any) -> None:
+        import mindspore as ms
+
+        from mindferry.errors import MindferryError
+
+        network = run_context.original_args().train_network
+        saved = self._checkpoint.optimizer()
+        names = {p.name for p in self._model().get_parameters()}
+        for parameter in network.get_parameters():
+            if parameter.name in names:
+                continue
+            value = saved.get(parameter.name)
+            if value is None or tuple(value.shape) != tuple(parameter.shape):
+                found = "none" if value is None else f"shape {tuple(value.shape)}"
+                raise MindferryError(
+                    f"{self._checkpoint.path.name}: optimizer state {parameter.name}: found {found}, "
+                    f"expected shape {tuple(parameter.shape)}",
+                    remedy="the run's optimizer changed since; start over with --restart",
+                    id="checkpoint.optimizer",
+                )
+            parameter.set_data(ms.Tensor(value, parameter.dtype))

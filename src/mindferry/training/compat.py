@@ -1,0 +1,38 @@
+"""Where mindformers 1.9.0 needs help off Ascend, each with its reason. No class of mindformers is changed.
+
+| what | why |
+|---|---|
+| PortableTrainOneStepCell | MFTrainOneStepCell asks NPUGetFloatStatusV2 for overflow; only Ascend has it |
+| quiet() | mindformers opens log files in ./output and MindSpore prints to stderr while they are imported |
+| graph_kernel() | 1.9.0's build_context no longer passes `enable_graph_kernel` on to MindSpore |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def quiet(log_dir: Path) -> None:
+    """Point mindformers' log files to `log_dir`; must run before mindformers is first imported."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("LOG_MF_PATH", str(log_dir / "mindformers"))
+    os.environ.setdefault("GLOG_v", "2")
+    # The tokenizers library warns on every fork otherwise; nothing here tokenizes while training.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def graph_kernel(enabled: bool) -> None:
+    """Switch MindSpore's graph-kernel fusion; it imports `decorator`, which MindSpore does not declare."""
+    import mindspore as ms
+
+    ms.set_context(enable_graph_kernel=enabled)
+
+
+# Wrappers of run.yaml -> the same step without Ascend's overflow register.
+PORTABLE_WRAPPERS = {"MFTrainOneStepCell": "PortableTrainOneStepCell"}
+
+
+def register_wrappers() -> None:
+    """Register the portable step wrappers with mindformers (idempotent)."""
+    import mindferry.training.wrappers  # noqa: F401

@@ -1,0 +1,329 @@
+"""Drives mindformers' own Trainer with a run.yaml."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindferry.errors import MindferryError, UsageError
+from mindferry.targets import run_yaml
+from mindferry.targets.run_directory import RunDirectory, write_text
+from mindferry.training import compat
+
+MODES = {"graph": 0, "pynative": 1}
+DEVICES = {"cpu": "CPU", "ascend": "Ascend"}
+
+
+@dataclass
+class Options:
+    """What the command line may change of a run.yaml.
+
+    Attributes:
+        steps: stop after this step of the schedule; None: at its end.
+        on_step: called with each metrics record.
+        on_batch: called with (step, batch of device tensors) before each step.
+    """
+
+    steps: int | None = None
+    mode: str | None = None
+    device: str | None = None
+    resume: bool = False
+    restart: bool = False
+    overrides: dict[str, Any] | None = None
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    on_batch: Callable[[int, tuple[Any, ...]], None] | None = None
+
+
+def _override(content: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Set dotted keys of `content` ("model.model_config.hidden_dropout": 0.0)."""
+    for dotted, value in overrides.items():
+        *path, last = dotted.split(".")
+        node = content
+        for part in path:
+            node = node[part]
+        node[last] = value
+
+
+def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
+    """The run.yaml of `run` with the options applied and paths made absolute; plain data.
+
+    Raises:
+        UsageError: the file or a combination of settings cannot work.
+    """
+    content = run_yaml.read(run.yaml)
+    if options.mode:
+        content["context"]["mode"] = MODES[options.mode]
+    if options.device:
+        content["context"]["device_target"] = DEVICES[options.device]
+    _override(content, options.overrides or {})
+    cpu = content["context"]["device_target"] == "CPU"
+    if cpu and content["model"]["model_config"].get("layer_spec") == "reference":
+        raise UsageError(
+            f"{run.yaml}: model.model_config.layer_spec: 'reference' needs an Ascend device",
+            remedy="set it to portable, or train with --device ascend",
+            cause="mindformers' own modules use FlashAttentionScore and other operators without a CPU kernel",
+            id="layer-spec.device",
+        )
+    if cpu and content["runner_config"]["sink_mode"]:
+        raise UsageError(
+            f"{run.yaml}: runner_config.sink_mode: true needs an Ascend device",
+            remedy="set it to false: a CPU has no device queue to sink data into",
+            id="sink.device",
+        )
+    loader = content["train_dataset"]["data_loader"]
+    for key in ("dataset_dir", "dataset_files"):
+        if isinstance(loader.get(key), str):
+            loader[key] = _inside(run, loader[key])
+        elif loader.get(key):
+            loader[key] = [_inside(run, item) for item in loader[key]]
+    if content["load_checkpoint"]:
+        content["load_checkpoint"] = _inside(run, content["load_checkpoint"])
+    content["output_dir"] = _inside(run, content["output_dir"])
+    return content
+
+
+def _inside(run: RunDirectory, path: str) -> str:
+    """`path` of a run.yaml as an absolute path; relative ones start at the run directory."""
+    return str((run.root / path).resolve() if not os.path.isabs(path) else Path(path))
+
+
+def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
+    """mindformers' configuration object, with what a CPU needs instead.
+
+    It goes through a file, as mindformers fills in its defaults only there; logs/effective.yaml stays as the
+    record of what really ran.
+    """
+    from mindformers.tools.register import MindFormerConfig
+
+    content = copy.deepcopy(content)
+    if content["context"]["device_target"] == "CPU":
+        wrapper = content["runner_wrapper"]["type"]
+        if wrapper not in compat.PORTABLE_WRAPPERS:
+            raise UsageError(
+                f"run.yaml: runner_wrapper.type: found {wrapper!r}, expected one of "
+                f"{sorted(compat.PORTABLE_WRAPPERS)} on a CPU",
+                id="wrapper.unknown",
+            )
+        content["runner_wrapper"]["type"] = compat.PORTABLE_WRAPPERS[wrapper]
+        content["context"].pop("max_device_memory", None)
+    content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
+    content["train_dataset"]["batch_size"] = content["runner_config"]["batch_size"]
+    content["train_dataset_task"]["dataset_config"] = copy.deepcopy(content["train_dataset"])
+    effective = run.logs / "effective.yaml"
+    write_text(effective, run_yaml.dump(content))
+    return MindFormerConfig(str(effective))
+
+
+def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
+    """Import mindformers, set MindSpore's context and register our classes; returns MindFormerConfig."""
+    compat.quiet(run.logs)
+    import mindspore as ms
+    from mindformers.core.context.build_context import Context, build_context
+
+    config = _engine_config(content, run)
+    # A process may set up several times (verify trains too); mindformers keeps one context object.
+    Context.reset_instance()
+    build_context(config)
+    ms.set_context(mode=content["context"]["mode"])
+    compat.graph_kernel(bool(content["context"].get("enable_graph_kernel")))
+    import mindferry.training.models  # noqa: F401
+
+    compat.register_wrappers()
+    return config
+
+
+def check_weights(model_dir: Path, network: Any) -> None:
+    """The files at `model_dir` hold exactly the network's parameters, in their shapes.
+
+    mindformers only logs what it could not load and trains on from random values.
+    """
+    from mindferry.weights.tensor_store import SafetensorsStore
+
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        store = SafetensorsStore.open_index(index)
+    else:
+        store = SafetensorsStore([model_dir / "model.safetensors"])
+    wanted = {p.name: tuple(p.shape) for p in network.get_parameters()}
+    found = {name: tuple(store.shape(name)) for name in store.names()}
+    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"surplus {name}" for name in found.keys() - wanted.keys()]
+    problems += [
+        f"{name}: found shape {found[name]}, expected {wanted[name]}"
+        for name in wanted.keys() & found.keys()
+        if wanted[name] != found[name]
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5])
+        raise MindferryError(
+            f"{model_dir}: weights do not fit run.yaml's model ({len(problems)} problems): {shown}",
+            remedy="run.yaml's model_config was changed after the migration; migrate again or undo the change",
+            id="weights.mismatch",
+        )
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """First Ctrl-C or SIGTERM: finish the step and save. Second: end at once, by the system's default."""
+    asked = threading.Event()
+
+    def first(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _trim_metrics(path: Path, step: int) -> None:
+    """Keep the lines up to `step`; later ones belong to steps that will run again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # the torn last line of a killed run
+    write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _starting_point(run: RunDirectory, options: Options) -> Any:
+    """The checkpoint to resume from, or None to start at step 0.
+
+    Raises:
+        UsageError: nothing to resume, or an earlier training would be overwritten.
+    """
+    import shutil
+
+    from mindferry.training import checkpoints
+
+    checkpoints.clean_partial(run.checkpoints)
+    found, skipped = checkpoints.newest(run.checkpoints)
+    if options.resume:
+        if found is None:
+            detail = f" ({'; '.join(skipped)})" if skipped else ""
+            raise UsageError(
+                f"{run.checkpoints}: no complete checkpoint to resume from{detail}",
+                remedy="train without --resume",
+                id="resume.none",
+            )
+        return found
+    if found is not None and not options.restart:
+        raise UsageError(
+            f"{run.root}: already trained to step {found.step}",
+            remedy="go on with --resume, or start over with --restart",
+            id="train.exists",
+        )
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    run.metrics.unlink(missing_ok=True)
+    return None
+
+
+def train(run: RunDirectory, options: Options) -> Any:
+    """Train `run` with mindformers' Trainer; returns callbacks.Outcome.
+
+    Raises:
+        UsageError, MindferryError: see prepare, check_weights and the checkpoints.
+    """
+    content = prepare(run, options)
+    checkpoint = _starting_point(run, options)
+    start = checkpoint.step if checkpoint else 0
+    total = content["lr_schedule"]["total_steps"]
+    last = min(options.steps, total) if options.steps and total > 0 else options.steps or total
+    if last <= 0:
+        raise UsageError(f"{run.yaml}: lr_schedule.total_steps: found {total}, expected a number of steps")
+    if start >= last:
+        raise UsageError(
+            f"{run.root}: already at step {start} of {last}",
+            remedy="nothing to do; raise --steps or lr_schedule.total_steps to train longer",
+            id="train.finished",
+        )
+    if checkpoint:
+        content["load_checkpoint"] = str(checkpoint.model)
+        _trim_metrics(run.metrics, start)
+    config = set_up(content, run)
+    return _fit(run, options, content, config, checkpoint, start, last)
+
+
+def _fit(
+    run: RunDirectory,
+    options: Options,
+    content: dict[str, Any],
+    config: Any,
+    checkpoint: Any,
+    start: int,
+    last: int,
+) -> Any:
+    from mindformers import Trainer
+
+    from mindferry.training import callbacks
+
+    outcome = callbacks.Outcome(first_step=start, last_step=start)
+    rows = _rows(content)
+    batch = content["runner_config"]["batch_size"]
+    steps_per_epoch = rows // batch
+    if steps_per_epoch == 0:
+        raise UsageError(
+            f"{run.yaml}: runner_config.batch_size: found {batch}, expected at most the {rows} sequences in data/",
+            id="data.too-small",
+        )
+    config.runner_config.epochs = -(-last // steps_per_epoch)
+    if start:
+        config.data_skip_steps = start
+    holder: dict[str, Any] = {}
+
+    def model() -> Any:
+        return holder["trainer"].trainer.network
+
+    monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
+    state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
+    with _signals() as should_stop:
+        weights = Path(content["load_checkpoint"])
+        parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
+        if checkpoint:
+            parts.append(callbacks.RestoreOptimizer(checkpoint, model))
+        parts.append(
+            callbacks.StepMetrics(
+                run.metrics, outcome, start, last, options.on_step, should_stop, options.on_batch
+            )
+        )
+        if monitor is not None:
+            parts.append(
+                callbacks.CommittedCheckpoints(
+                    run.root / monitor["directory"],
+                    outcome,
+                    every=monitor["save_checkpoint_steps"],
+                    keep=monitor.get("keep_checkpoint_max", 2),
+                    model=model,
+                    state=state,
+                )
+            )
+        trainer = Trainer(args=config, callbacks=parts)
+        holder["trainer"] = trainer
+        trainer.train()
+    return outcome
+
+
+def _rows(content: dict[str, Any]) -> int:
+    """Number of sequences in the training data."""
+    from mindspore.dataset import MindDataset
+
+    loader = content["train_dataset"]["data_loader"]
+    return MindDataset(loader.get("dataset_files") or loader["dataset_dir"]).get_dataset_size()
