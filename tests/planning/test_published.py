@@ -201,12 +201,12 @@ def test_golden_values_of_megatrons_memory_report():
             layers=strategy_for(96, pipeline_stage=8, pp_interleave_num=virtual).layers,
         )
         layer = est.layer(st)
-        first = 12 * layer.kept_select * 8 * FORMULAS["memory.interleave_penalty"]({"p": 8, "v": virtual})
-        if virtual == 1:
-            first = 12 * layer.kept_select * 8
-        # its embedding term: dropout masks and 8-byte token ids of p micro-batches, all divided by t
+        penalty = FORMULAS["memory.interleave_penalty"]({"p": 8, "v": virtual}) if virtual > 1 else 1
+        # its embedding term: dropout masks and 8-byte token ids of p micro-batches, all divided by t; the
+        # interleaving penalty runs over that term too
         ids = 8 * 2048 * 8 / 8
-        assert (first + layer.embedding * 8 + ids) / 2**20 == pytest.approx(expected, rel=1e-6)
+        total = penalty * (12 * layer.kept_select * 8 + layer.embedding * 8 + ids)
+        assert total / 2**20 == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("params", "d", "one", "two", "three"), pub.ZERO)
