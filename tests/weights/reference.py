@@ -45,6 +45,9 @@ def inverse_frequencies(spec: ModelSpec, length: int) -> tuple[np.ndarray, float
     scaling = spec.rope_scaling
     if scaling is None:
         return base, 1.0
+    if scaling.type == "dynamic":  # only acts on sequences longer than the model was trained for
+        assert length <= spec.max_position_embeddings
+        return base, 1.0
     if scaling.type == "linear":
         return base / scaling.factor, 1.0
     if scaling.type == "llama3":

@@ -66,6 +66,14 @@ def test_gate_up_layouts() -> None:
     assert SplitGateUp("concatenated").backward([gate, up])[0].tolist() == [1, 2, 3, 7, 8, 9]
 
 
+def test_rows_that_are_dropped_and_filled() -> None:
+    chain = Chain.of(("skip_two_rows",), Geometry(spec_of()))
+    assert chain.source_shapes([(3, 1)]) == [(5, 1)]
+    table = np.array([[0.0], [0.0], [7.0], [8.0], [9.0]])
+    assert chain.forward([table])[0].tolist() == [[7.0], [8.0], [9.0]]
+    assert same_bits(chain.backward(chain.forward([table]))[0], table)
+
+
 def test_case_9_padding_rows_are_cut_and_put_back() -> None:
     chain = Chain.of(("vocab_rows",), Geometry(spec_of(vocab_size=3), padded_vocab_size=4))
     padded = np.array([[1.0], [2.0], [3.0], [0.0]])
@@ -106,7 +114,9 @@ WORD_TARGETS = {
     "qkv_separate": ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"),
     "gate_up_separate": ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
     "gate_up_concatenated": ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
+    # These drop rows; test_rows_that_are_dropped_and_filled has their way back.
     "vocab_rows": (),
+    "skip_two_rows": (),
 }
 
 

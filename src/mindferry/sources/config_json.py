@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mindferry.errors import MindferryError, did_you_mean
-from mindferry.sources.family import Common, ConfigKey, Derived, Family
+from mindferry.sources.family import Common, ConfigKey, Derived, Family, MustBe
+from mindferry.sources.rope import flatten_rope_parameters, read_rope_scaling
 from mindferry.spec import ModelSpec, spec_from
 from mindferry.weights.header import no_duplicates
 
@@ -76,7 +77,9 @@ def read_config(tree: Mapping[str, Any], family: Family, shared: Common, origin:
         MindferryError: values are missing, of the wrong kind, or mean something the target cannot do; all
             of them in one message.
     """
-    reader = _Reader(tree, family, shared)
+    flat, problems = flatten_rope_parameters(tree)
+    reader = _Reader(flat, family, shared)
+    reader.problems += problems
     values = reader.read()
     if reader.problems:
         raise MindferryError(
@@ -155,6 +158,10 @@ class _Reader:
         if key.kind == "token_id" and isinstance(raw, list) and raw and type(raw[0]) is int:
             self.warnings.append(f"{name} lists {raw}; the first one is used to separate documents")
             raw = raw[0]
+        if key.kind == "rope_scaling":
+            scaling, problems = read_rope_scaling(name, raw)
+            self.problems += problems
+            return scaling
         wanted: dict[str, tuple[type, ...]] = {
             "int": (int,), "token_id": (int,), "float": (int, float), "bool": (bool,), "str": (str,),
         }  # fmt: skip
@@ -174,8 +181,10 @@ class _Reader:
         how = "null" if name in self._tree else "absent"
         self._decide(name, key.to, None, value, f"{how} means {derived.formula()}")
 
-    def _derive(self, derived: Derived, field: str) -> int | None:
+    def _derive(self, derived: Derived, field: str) -> Any:
         base = self.values.get(derived.field)
+        if derived.times == 1 and derived.divided_by is None:
+            return base
         if not isinstance(base, int):
             return None  # its own key is already a problem
         value = base * derived.times
@@ -208,22 +217,31 @@ class _Reader:
 
     def _check_rest(self) -> None:
         known = set(self._family.config) | {a for k in self._family.config.values() for a in k.aliases}
+        for name, rule in self._must_be.items():
+            if name in self._tree or rule.same_as is not None:
+                self._check_value(name, rule, self._tree.get(name, rule.default))
         for name, value in self._tree.items():
-            if name in known:
+            if name in known or name in self._must_be:
                 continue
-            if name in self._must_be:
-                rule = self._must_be[name]
-                if not any(value == item and type(value) is type(item) for item in rule.accept):
-                    self.problems.append(f"{name} = {json.dumps(value)[:80]}: {rule.because}")
-                    self.remedy = "this model cannot be carried over as it is"
-                else:
-                    self._decide(name, "", value, None, "checked: has the only value that can be kept")
-            elif name in self._dropped:
+            if name in self._dropped:
                 self._decide(name, "", value, None, f"dropped: {self._dropped[name]}")
             else:
                 note = f"unknown to the family {self._family.family}, not carried over"
                 self._decide(name, "", value, None, f"dropped: {note}")
                 self.warnings.append(f"key {name!r} is {note}{self._near(name, known)}")
+
+    def _check_value(self, name: str, rule: MustBe, value: Any) -> None:
+        accepted = list(rule.accept)
+        if rule.same_as is not None:
+            accepted.append(self.values.get(self._family.config[rule.same_as].to))
+        good = any(value == item and type(value) is type(item) for item in accepted)
+        if rule.each and isinstance(value, list):
+            good = all(item in rule.each for item in value)
+        if not good:
+            self.problems.append(f"{name} = {json.dumps(value)[:80]}: {rule.because}")
+            self.remedy = "this model cannot be carried over as it is"
+        elif name in self._tree:
+            self._decide(name, "", value, None, "checked: has a value that can be kept")
 
     def _near(self, name: str, known: Any = None) -> str:
         hint = did_you_mean(name, self._tree if known is None else known)

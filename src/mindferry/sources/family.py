@@ -49,9 +49,19 @@ class ConfigKey(Spec):
 
 
 class MustBe(Spec):
-    """A key that would change the numbers in a way the target cannot follow."""
+    """A key that would change the numbers in a way the target cannot follow.
 
-    accept: tuple[Any, ...]
+    Attributes:
+        accept: values that can be kept.
+        each: for a list: values that each of its elements may have.
+        same_as: another key whose value is accepted too.
+        default: what the source uses when the key is absent; checked only together with `same_as`.
+    """
+
+    accept: tuple[Any, ...] = ()
+    each: tuple[Any, ...] = ()
+    same_as: str | None = None
+    default: Any = None
     because: str
 
 
@@ -64,6 +74,9 @@ class Common(Spec):
 
 class Family(Common):
     """Everything that is particular to one family.
+
+    A file may start from another with `extends: NAME`: tables are merged, null removes an entry, and a
+    weight rule replaces the one with the same target.
 
     Attributes:
         model_types: values of `model_type` that mean this family.
@@ -138,4 +151,18 @@ def _load(name: str) -> dict[str, Any]:
     from ruamel.yaml import YAML
 
     text = resources.files(__package__).joinpath("families").joinpath(name).read_text("utf-8")
-    return YAML(typ="safe", pure=True).load(text)
+    tree = YAML(typ="safe", pure=True).load(text)
+    base = tree.pop("extends", None)
+    return _merged(_load(f"{base}.yaml"), tree) if base else tree
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = {**base, **over}
+    for table in ("fixed", "config", "derived", "must_be", "dropped"):
+        both = {**base.get(table, {}), **over.get(table, {})}
+        result[table] = {key: value for key, value in both.items() if value is not None}
+    replaced = {rule["target"] for rule in over.get("weights", ())}
+    kept = [rule for rule in base.get("weights", ()) if rule["target"] not in replaced]
+    result["weights"] = [*kept, *over.get("weights", ())]
+    result["ignored"] = [*base.get("ignored", ()), *over.get("ignored", ())]
+    return result

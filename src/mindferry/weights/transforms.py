@@ -51,7 +51,10 @@ class TargetLayout:
 
 
 class Transform(ABC):
-    """One reversible change: `backward(forward(x)) == x`, bit for bit."""
+    """One reversible change: `backward(forward(x)) == x`, bit for bit.
+
+    Transforms that drop rows are the exception: the way back fills them with zeros.
+    """
 
     @abstractmethod
     def forward(self, arrays: Arrays) -> Arrays:
@@ -178,6 +181,23 @@ class CutRows(Transform):
 
 
 @dataclass(frozen=True)
+class SkipRows(Transform):
+    """Drops the first `count` rows (OPT's positions start at row 2); the way back puts zeros there."""
+
+    count: int
+
+    def forward(self, arrays: Arrays) -> Arrays:
+        return [array[self.count :] for array in arrays]
+
+    def backward(self, arrays: Arrays) -> Arrays:
+        (array,) = arrays
+        return [np.concatenate([np.zeros((self.count, *array.shape[1:]), array.dtype), array])]
+
+    def source_shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return [(shapes[0][0] + self.count, *shapes[0][1:])]
+
+
+@dataclass(frozen=True)
 class Geometry:
     """What the transforms of one model need to know."""
 
@@ -220,6 +240,7 @@ WORDS: dict[str, Callable[[Geometry], list[Transform]]] = {
     "qkv_separate": lambda at: [at.join_qkv()],
     "gate_up_separate": lambda at: [at.join_gate_up()],
     "gate_up_concatenated": lambda at: at.repack_gate_up("concatenated"),
+    "skip_two_rows": lambda at: [SkipRows(2)],
     "vocab_rows": lambda at: [CutRows(at.spec.vocab_size, at.padded_vocab_size or at.spec.vocab_size)],
 }
 
