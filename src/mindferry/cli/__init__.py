@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from mindferry import __version__
@@ -34,7 +36,7 @@ def _main(
 
 
 # The verbs, in the order of --help. Each module has `register(app)` and imports its work when called.
-COMMANDS: tuple[str, ...] = ()
+COMMANDS = ("migrate", "verify", "train")
 
 
 def _register() -> None:
@@ -47,6 +49,27 @@ def _register() -> None:
 _register()
 
 
+# Options that take several values after one mention, as a shell's `--data corpus/*.txt` gives them.
+MULTIPLE = ("--data",)
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """Repeat the option before each of its values: `--data a b` becomes `--data a --data b`."""
+    result: list[str] = []
+    current: str | None = None
+    for argument in arguments:
+        if argument in MULTIPLE:
+            current = argument
+        elif argument.startswith("-"):
+            current = None
+            result.append(argument)
+        elif current is not None:
+            result += [current, argument]
+        else:
+            result.append(argument)
+    return result
+
+
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(args=spread(sys.argv[1:]))

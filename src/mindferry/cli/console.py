@@ -285,6 +285,10 @@ class Progress:
             self._last_line = now
             self._line(now)
 
+    def at(self, done: int, note: str = "") -> None:
+        """Move to an absolute position."""
+        self.advance(done - self._done, note)
+
     def _line(self, now: float) -> None:
         of = f"/{self._total}" if self._total else ""
         rate = self._done / max(now - self._start, 1e-9)

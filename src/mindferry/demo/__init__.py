@@ -1,0 +1,1 @@
+"""A small real source and the whole road with it: what `make demo` runs."""

@@ -81,12 +81,16 @@ class SelfAttentionUnrepeated(SelfAttention):
         return x
 
 
-class ErfMLP(MLPInterleaved):
-    """MLP with the exact GELU x * Phi(x); mindformers' own `gelu` is the tanh approximation."""
+class NamedActivationMLP(MLPInterleaved):
+    """MLP with an activation that mindformers' table lacks: its only `gelu` is the tanh approximation."""
 
-    def __init__(self, config, submodules, is_expert=False, input_size=None):
+    def __init__(self, config, submodules, activation, is_expert=False, input_size=None):
         super().__init__(config, submodules, is_expert=is_expert, input_size=input_size)
-        self.activation_func = GELU(approximate=False)
+        self.activation_func = OTHER_ACTIVATIONS[activation]()
+
+
+# mindferry.spec.Activation -> a cell, for those that are not mindformers' own.
+OTHER_ACTIVATIONS = {"gelu_erf": lambda: GELU(approximate=False), "relu": nn.ReLU}
 
 
 class RowLookup(nn.Cell):
@@ -158,7 +162,7 @@ def portable_layer_spec(config, activation):
 
     Args:
         config: mindformers TransformerConfig.
-        activation: "gelu_tanh", "gelu_erf" or "silu" (mindferry.spec.Activation).
+        activation: the exact function, a mindferry.spec.Activation.
     """
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
@@ -168,8 +172,9 @@ def portable_layer_spec(config, activation):
     )
     layer.submodules.self_attention.module = SelfAttentionUnrepeated
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
-    if activation == "gelu_erf":
-        layer.submodules.mlp.module = ErfMLP
+    if activation in OTHER_ACTIVATIONS:
+        layer.submodules.mlp.module = NamedActivationMLP
+        layer.submodules.mlp.params = {"activation": activation}
     return TransformerBlockSubmodules(
         layer_specs=[layer] * config.num_layers, layer_norm=get_norm_cls(fused_norm=False)
     )

@@ -1,7 +1,7 @@
 """The keys of `model.model_config` in run.yaml: one table for writing, reading and building.
 
-mindformers spells one thing in several ways (num_heads, num_attention_heads, n_head) and keeps unknown keys in
-silence from 1.9 on. Here each key has one canonical name, its aliases, a default and, where mindformers'
+mindformers spells one thing in several ways (num_heads, num_attention_heads, n_head) and from 1.9 on ignores
+unknown keys. Here each key has one canonical name, its aliases, a default and, where mindformers'
 TransformerConfig knows the thing, the name it has there.
 """
 
@@ -66,7 +66,13 @@ _CANONICAL: dict[str, str] = {alias: key.name for key in KEYS for alias in (key.
 
 # Keys that mindformers' PretrainedConfig or its trainer put beside ours.
 BASE_KEYS = frozenset(
-    ["type", "model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "checkpoint_name_or_path", "parallel_config", "dataset_config", "calculate_per_token_loss", "batch_size", "moe_config", "tokenizer_class", "is_encoder_decoder", "disable_lazy_inline", "pet_config", "quantization_config", "monitor_config", "name_or_path", "mindformers_version", "pretrained_model_dir", "print_separate_loss"]
+    {
+        *("type", "model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"),
+        *("checkpoint_name_or_path", "pretrained_model_dir", "name_or_path", "tokenizer_class"),
+        *("parallel_config", "dataset_config", "moe_config", "monitor_config", "pet_config"),
+        *("quantization_config", "batch_size", "calculate_per_token_loss", "print_separate_loss"),
+        *("is_encoder_decoder", "disable_lazy_inline", "mindformers_version"),
+    }
 )
 
 # The article's `dropout_prob` and mindformers' `hidden_act` stand for something wider or vaguer than a key.
@@ -114,7 +120,8 @@ def canonical(
             )
         if name in ours and ours[name] != value:
             raise UsageError(
-                f"{origin}: {spelled[name]!r} and {key!r} are one setting, found {ours[name]!r} and {value!r}",
+                f"{origin}: {spelled[name]!r} and {key!r} are one setting, "
+                f"found {ours[name]!r} and {value!r}",
                 remedy="keep one of them",
                 id="config.conflict",
             )
@@ -199,3 +206,64 @@ def model_config_from(
     if spec.eos_token_id is not None:
         config["eos_token_id"] = spec.eos_token_id
     return config
+
+
+# What mindformers 1.9.0's TransformerConfig would take where run.yaml said nothing (a test compares these with
+# the real class). Only keys whose value changes numbers.
+MINDFORMERS_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "position_embedding_type": "rope",
+    "normalization": "LayerNorm",
+    "layernorm_epsilon": 1e-5,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "gated_linear_unit": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init_method_std": 0.02,
+    "compute_dtype": "bfloat16",
+    "params_dtype": "float32",
+    "layernorm_compute_dtype": "float32",
+    "use_contiguous_weight_layout_attention": False,
+    "use_interleaved_weight_layout_mlp": True,
+    "use_flash_attention": True,
+    "use_eod_reset": False,
+    "pad_token_id": 0,
+    "untie_embeddings_and_output_weights": True,
+}
+
+_WHY = {
+    "position_embedding_type": "the source has learned positions",
+    "compute_dtype": "float32 is what can be compared with the source",
+    "use_flash_attention": "flash attention casts to half precision and has no CPU kernel",
+    "use_eod_reset": "GPTModel drops position_ids without it",
+    "pad_token_id": "mindformers masks this id out of attention; 0 is a real token of GPT-2",
+    "untie_embeddings_and_output_weights": "the source's head is its embedding",
+}
+
+
+def differing_defaults(model_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where leaving a key out of run.yaml would have changed the model: default there, value written, why."""
+    ours, _ = canonical(model_config)
+    written = transformer_keys({**DEFAULTS, **ours})
+    written["untie_embeddings_and_output_weights"] = not ours.get("tie_word_embeddings", True)
+    rows = [
+        {
+            "target_key": key,
+            "target_default": default,
+            "value": written[key],
+            "note": _WHY.get(key, "as the source has it"),
+        }
+        for key, default in MINDFORMERS_DEFAULTS.items()
+        if key in written and written[key] != default
+    ]
+    if ours.get("activation") == "gelu_erf":
+        rows.append(
+            {
+                "target_key": "hidden_act",
+                "target_default": "gelu (the tanh approximation)",
+                "value": "gelu_erf",
+                "note": "the source uses the exact GELU",
+            }
+        )
+    return rows

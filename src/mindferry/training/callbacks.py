@@ -36,13 +36,13 @@ class Outcome:
 
     Attributes:
         losses: loss of each step of this session, by step number.
-        stopped: "finished", or "interrupted" after a signal.
+        signal: number of the signal that ended the session early, or 0.
     """
 
     first_step: int = 0
     last_step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
-    stopped: str = "finished"
+    signal: int = 0
     checkpoint: Path | None = None
 
 
@@ -60,12 +60,12 @@ class StepMetrics(Callback):
         start_step: int,
         last_step: int,
         on_step: Callable[[dict[str, Any]], None],
-        should_stop: Callable[[], bool],
+        signal_received: Callable[[], int],
         on_batch: Callable[[int, tuple[Any, ...]], None] | None = None,
     ) -> None:
         super().__init__()
         self._path, self._outcome, self._start, self._last = path, outcome, start_step, last_step
-        self._on_step, self._should_stop, self._on_batch = on_step, should_stop, on_batch
+        self._on_step, self._signal_received, self._on_batch = on_step, signal_received, on_batch
 
     def on_train_begin(self, run_context: Any) -> None:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in on_train_end
@@ -104,8 +104,8 @@ class StepMetrics(Callback):
         self._outcome.losses[step] = math.nan if loss is None else loss
         self._outcome.last_step = step
         self._on_step(record)
-        if self._should_stop():
-            self._outcome.stopped = "interrupted"
+        self._outcome.signal = self._signal_received()
+        if self._outcome.signal:
             run_context.request_stop()
         if step >= self._last:
             run_context.request_stop()

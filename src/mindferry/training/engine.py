@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
 from mindferry.training import compat
+from mindferry.training.weights_check import check_weights
 
 MODES = {"graph": 0, "pynative": 1}
 DEVICES = {"cpu": "CPU", "ascend": "Ascend"}
@@ -126,11 +128,10 @@ def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
     """Import mindformers, set MindSpore's context and register our classes; returns MindFormerConfig."""
     compat.quiet(run.logs)
     import mindspore as ms
-    from mindformers.core.context.build_context import Context, build_context
+    from mindformers.core.context.build_context import build_context
 
     config = _engine_config(content, run)
-    # A process may set up several times (verify trains too); mindformers keeps one context object.
-    Context.reset_instance()
+    # mindformers keeps one context a process; what may change between two set-ups is set below.
     build_context(config)
     ms.set_context(mode=content["context"]["mode"])
     compat.graph_kernel(bool(content["context"].get("enable_graph_kernel")))
@@ -140,51 +141,31 @@ def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
     return config
 
 
-def check_weights(model_dir: Path, network: Any) -> None:
-    """The files at `model_dir` hold exactly the network's parameters, in their shapes.
-
-    mindformers only logs what it could not load and trains on from random values.
-    """
-    from mindferry.weights.tensor_store import SafetensorsStore
-
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        store = SafetensorsStore.open_index(index)
-    else:
-        store = SafetensorsStore([model_dir / "model.safetensors"])
-    wanted = {p.name: tuple(p.shape) for p in network.get_parameters()}
-    found = {name: tuple(store.shape(name)) for name in store.names()}
-    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"surplus {name}" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name}: found shape {found[name]}, expected {wanted[name]}"
-        for name in wanted.keys() & found.keys()
-        if wanted[name] != found[name]
-    ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:5])
-        raise MindferryError(
-            f"{model_dir}: weights do not fit run.yaml's model ({len(problems)} problems): {shown}",
-            remedy="run.yaml's model_config was changed after the migration; migrate again or undo the change",
-            id="weights.mismatch",
-        )
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """First Ctrl-C or SIGTERM: finish the step and save. Second: end at once, by the system's default."""
-    asked = threading.Event()
+def _signals() -> Iterator[Callable[[], int]]:
+    """First Ctrl-C or SIGTERM: finish the step and save. Second: end at once, by the system's default.
+
+    Yields a function that returns the number of the first signal, or 0.
+    """
+    received: list[int] = []
 
     def first(number: int, frame: Any) -> None:
-        asked.set()
-        signal.signal(number, signal.SIG_DFL)
+        received.append(number)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+    def which() -> int:
+        return received[0] if received else 0
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield which
         return
-    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, first) for number in _SIGNALS}
     try:
-        yield asked.is_set
+        yield which
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -236,6 +217,43 @@ def _starting_point(run: RunDirectory, options: Options) -> Any:
     return None
 
 
+def _last(run: RunDirectory, content: dict[str, Any], options: Options) -> int:
+    """The step to stop at: --steps or the end of the schedule, whichever comes first."""
+    total = content["lr_schedule"]["total_steps"]
+    if total <= 0 and not options.steps:
+        raise UsageError(
+            f"{run.yaml}: lr_schedule.total_steps: found {total}, expected a positive number of steps",
+            remedy="set it, or give --steps",
+            id="train.no-steps",
+        )
+    return min(options.steps, total) if options.steps and total > 0 else options.steps or total
+
+
+def last_step(run: RunDirectory, options: Options) -> int:
+    """The step that `train` would stop at (for a progress bar)."""
+    return _last(run, prepare(run, options), options)
+
+
+def train_logged(run: RunDirectory, options: Options, log: Path) -> Any:
+    """`train`, with failures inside MindSpore or mindformers turned into one line and their trace in `log`.
+
+    Raises:
+        MindferryError: also for whatever the engine raised.
+    """
+    try:
+        return train(run, options)
+    except MindferryError:
+        raise
+    except Exception as err:
+        traceback.print_exc()
+        first_line = next((line for line in str(err).splitlines() if line.strip()), type(err).__name__)
+        raise MindferryError(
+            f"training failed: {type(err).__name__}: {first_line.strip()}",
+            remedy=f"the whole trace is in {log}",
+            id="train.failed",
+        ) from err
+
+
 def train(run: RunDirectory, options: Options) -> Any:
     """Train `run` with mindformers' Trainer; returns callbacks.Outcome.
 
@@ -245,10 +263,7 @@ def train(run: RunDirectory, options: Options) -> Any:
     content = prepare(run, options)
     checkpoint = _starting_point(run, options)
     start = checkpoint.step if checkpoint else 0
-    total = content["lr_schedule"]["total_steps"]
-    last = min(options.steps, total) if options.steps and total > 0 else options.steps or total
-    if last <= 0:
-        raise UsageError(f"{run.yaml}: lr_schedule.total_steps: found {total}, expected a number of steps")
+    last = _last(run, content, options)
     if start >= last:
         raise UsageError(
             f"{run.root}: already at step {start} of {last}",
@@ -294,14 +309,14 @@ def _fit(
 
     monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
     state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
-    with _signals() as should_stop:
+    with _signals() as signal_received:
         weights = Path(content["load_checkpoint"])
         parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
         if checkpoint:
             parts.append(callbacks.RestoreOptimizer(checkpoint, model))
         parts.append(
             callbacks.StepMetrics(
-                run.metrics, outcome, start, last, options.on_step, should_stop, options.on_batch
+                run.metrics, outcome, start, last, options.on_step, signal_received, options.on_batch
             )
         )
         if monitor is not None:

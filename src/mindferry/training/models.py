@@ -65,7 +65,7 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
     config_class = GPT2Config
     base_model_prefix = "gpt2"
     # mindformers renames Hugging Face keys on loading where a table is given; run/model/ has its names already.
-    weight_mapping: list = []
+    weight_mapping = ()
 
     def __init__(self, config: GPT2Config):
         super().__init__(config, auto_prefix=False)

@@ -1,0 +1,134 @@
+"""Training parity: the same steps of AdamW, on the same batches, through mindformers' Trainer and PyTorch."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindferry.checking import sides
+from mindferry.checking.sides import Batch
+from mindferry.targets.run_directory import RunDirectory
+
+STEP_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Losses of both sides, step by step, and the greatest differences (loss; learning rate, relative)."""
+
+    source_losses: list[float]
+    target_losses: list[float]
+    max_loss_diff: float
+    max_lr_diff: float
+    first_bad_step: int | None
+
+    @property
+    def good(self) -> bool:
+        return self.first_bad_step is None
+
+
+def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
+    """The rate of update number `step` (0, 1, ...) as transformers' schedules define it.
+
+    warm-up: init + (peak - init) * step / warmup_steps; then constant, linear to `lr_end`, or half a cosine.
+    """
+    peak, end = schedule["learning_rate"], schedule.get("lr_end", 0.0)
+    warmup, total = schedule.get("warmup_steps", 0), schedule["total_steps"]
+    if step < warmup:
+        start = schedule.get("warmup_lr_init", 0.0)
+        return start + (peak - start) * step / warmup
+    if schedule["type"] == "ConstantWarmUpLR":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    if schedule["type"] == "CosineWithWarmUpLR":
+        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * done))
+    return end + (peak - end) * (1.0 - done)
+
+
+def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW groups: matrices decay, vectors and biases do not (mindformers' rule)."""
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        (plain if parameter.ndim == 1 or name.endswith(".bias") else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def train_torch(
+    model: Any, content: Mapping[str, Any], batches: list[Batch], on_step: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Losses of `model` trained on `batches` with the run's recipe, dropout off."""
+    import torch
+
+    optimizer = content["optimizer"]
+    adamw = torch.optim.AdamW(
+        decay_groups(model, optimizer["weight_decay"]),
+        lr=0.0,
+        betas=tuple(optimizer["betas"]),
+        eps=optimizer["eps"],
+    )
+    limit = content["runner_wrapper"]["max_grad_norm"]
+    losses = []
+    for step, batch in enumerate(batches):
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(content["lr_schedule"], step)
+        ids = torch.from_numpy(batch.input_ids.astype(np.int64))
+        loss = sides.torch_loss(model(input_ids=ids, use_cache=False).logits, batch)
+        adamw.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        adamw.step()
+        losses.append(float(loss))
+        on_step()
+    return losses
+
+
+def train_both(
+    run: RunDirectory, source_path: Path, steps: int, on_step: Callable[[], None] = lambda: None
+) -> Parity:
+    """Train `steps` steps on both sides from the migrated weights; the run itself is not touched."""
+    from mindferry.targets import run_yaml
+    from mindferry.training import engine
+
+    original = run_yaml.read(run.yaml)
+    total = max(original["lr_schedule"]["total_steps"], steps)
+    overrides = {
+        **sides.no_dropout(),
+        "lr_schedule.total_steps": total,
+        "callbacks": [c for c in original["callbacks"] if c["type"] != "CheckpointMonitor"],
+    }
+    batches: list[Batch] = []
+    rates: list[float] = []
+
+    def keep_batch(step: int, values: tuple[Any, ...]) -> None:
+        batches.append(Batch(*(np.array(value.asnumpy()) for value in values)))
+
+    def keep_rate(record: dict[str, Any]) -> None:
+        rates.append(record["lr"])
+        on_step()
+
+    with tempfile.TemporaryDirectory(prefix="mindferry-parity-") as scratch:
+        root = Path(scratch)
+        for name in ("run.yaml", "model", "data"):
+            (root / name).symlink_to(run.root / name)
+        options = engine.Options(steps=steps, overrides=overrides, on_step=keep_rate, on_batch=keep_batch)
+        outcome = engine.train(RunDirectory(root), options)
+        content = engine.prepare(RunDirectory(root), options)
+    target = [outcome.losses[step] for step in sorted(outcome.losses)]
+    source = train_torch(sides.load_torch_model(source_path), content, batches, on_step)
+    expected = [learning_rate(content["lr_schedule"], step) for step in range(len(target))]
+    return _judge(source, target, expected, rates)
+
+
+def _judge(source: list[float], target: list[float], expected: list[float], rates: list[float]) -> Parity:
+    diffs = [abs(a - b) for a, b in zip(source, target, strict=True)]
+    bad = next((i + 1 for i, diff in enumerate(diffs) if not diff <= STEP_TOLERANCE), None)
+    lr_diff = max(
+        (abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, rates, strict=True)), default=0.0
+    )
+    return Parity(source, target, max(diffs), lr_diff, bad)

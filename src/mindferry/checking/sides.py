@@ -1,0 +1,263 @@
+"""The two sides of an alignment: the source in PyTorch, the target in MindSpore, on the same batch in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindferry.errors import MindferryError, UsageError
+from mindferry.targets.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and shifted labels [B, S] int32, mask [B, S] (1 = counts in the loss), positions [B, S]."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+
+
+@dataclass
+class Trace:
+    """What one side computed: float32 arrays, batch first.
+
+    Attributes:
+        activations: name -> [B, S, H] in forward order ("embedding", "decoder.layers.0", ...).
+        logits: [B, S, V].
+        gradients: target parameter name -> gradient of the loss.
+    """
+
+    activations: dict[str, np.ndarray] = field(default_factory=dict)
+    logits: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    loss: float = 0.0
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def first_batch(content: Mapping[str, Any], size: int) -> Batch:
+    """The first `size` rows of the run's training data, in file order."""
+    from mindspore.dataset import MindDataset
+
+    loader = content["train_dataset"]["data_loader"]
+    columns = ["input_ids", "labels", "loss_mask", "position_ids"]
+    rows = MindDataset(
+        loader.get("dataset_files") or loader["dataset_dir"], columns_list=columns, shuffle=False
+    )
+    rows = rows.take(size).batch(size, drop_remainder=False)
+    for values in rows.create_tuple_iterator(num_epochs=1, output_numpy=True):
+        return Batch(*(np.ascontiguousarray(value, dtype=np.int32) for value in values))
+    raise UsageError("the run's data has no rows", remedy="migrate again")
+
+
+def require_torch() -> None:
+    """
+    Raises:
+        UsageError: PyTorch or transformers is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as err:
+        raise UsageError(
+            f"the source side needs {err.name}, which is not installed",
+            remedy="install it: pip install 'mindferry[torch]'",
+            id="torch.missing",
+        ) from None
+
+
+def load_torch_model(source_path: Path) -> Any:
+    """The source as a transformers model in fp32, dropout off. Code in the directory is never run."""
+    require_torch()
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source_path),
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation="eager",
+    )
+    return model.eval()
+
+
+def torch_loss(logits: Any, batch: Batch) -> Any:
+    """Mean cross-entropy over the unmasked tokens, in fp32."""
+    import torch
+
+    labels = torch.from_numpy(batch.labels.astype(np.int64)).reshape(-1)
+    mask = torch.from_numpy(batch.loss_mask.astype(np.float32)).reshape(-1)
+    losses = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+# transformers' modules by the name their output has on the target's side. `{}` is the layer number.
+TORCH_POINTS = {
+    "embedding": ("transformer.drop",),
+    "decoder.layers.{}": ("transformer.h.{}",),
+    "decoder.final_layernorm": ("transformer.ln_f",),
+}
+
+
+def _hook_torch(model: Any, num_layers: int, trace: Trace) -> list[Any]:
+    modules = dict(model.named_modules())
+    hooks = []
+    for point, paths in TORCH_POINTS.items():
+        for number in range(num_layers) if "{}" in point else (0,):
+            module = next(modules[p.format(number)] for p in paths if p.format(number) in modules)
+
+            def keep(_module: Any, _inputs: Any, output: Any, name: str = point.format(number)) -> None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                trace.activations[name] = tensor.detach().numpy().copy()
+
+            hooks.append(module.register_forward_hook(keep))
+    return hooks
+
+
+def run_torch(model: Any, source: Any, batch: Batch) -> Trace:
+    """Forward and backward of the source; gradients come back under the target's names."""
+    import torch
+
+    trace = Trace()
+    hooks = _hook_torch(model, source.spec.num_layers, trace)
+    ids = torch.from_numpy(batch.input_ids.astype(np.int64))
+    logits = model(input_ids=ids, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    loss = torch_loss(logits, batch)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    trace.logits = logits.detach().numpy().copy()
+    trace.loss = float(loss)
+    trace.gradients = map_to_target(source, torch_arrays(model, lambda p: p.grad))
+    return trace
+
+
+def torch_arrays(model: Any, pick: Any) -> dict[str, np.ndarray]:
+    """pick(parameter) of every parameter, as numpy, by the names that the weight rules use."""
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        value = pick(parameter)
+        if value is not None:
+            arrays[name.removeprefix("transformer.")] = value.detach().numpy()
+    return arrays
+
+
+def map_to_target(source: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays shaped like the source's tensors, moved by the weight rules to the target's names and layouts."""
+    moved = {}
+    for step in source.rules.steps:
+        if step.sources and all(name in arrays for name in step.sources):
+            moved[step.target] = step.chain.forward([arrays[name] for name in step.sources])[0]
+    return moved
+
+
+def build_network(content: Mapping[str, Any], config: Any) -> Any:
+    """The run's network, made by mindformers from its registry."""
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.models.build_model import build_network as build
+
+    build_parallel_config(config)
+    return build(
+        config.model,
+        default_args={
+            "parallel_config": config.parallel_config,
+            "moe_config": config.moe_config,
+            "dataset_config": config.train_dataset,
+            "batch_size": content["runner_config"]["batch_size"],
+        },
+    )
+
+
+def load_weights(network: Any, model_dir: Path) -> None:
+    """Fill every parameter of `network` from safetensors.
+
+    Raises:
+        MindferryError: a parameter is missing, surplus or of another shape; nothing is loaded then.
+    """
+    import mindspore as ms
+
+    from mindferry.training.weights_check import check_weights, open_model
+
+    check_weights(model_dir, network)
+    store = open_model(model_dir)
+    for parameter in network.get_parameters():
+        value = np.array(store.read(parameter.name), dtype=np.float32)
+        parameter.set_data(ms.Tensor(value, parameter.dtype))
+
+
+def _batch_first(tensor: Any) -> np.ndarray:
+    return np.ascontiguousarray(tensor.asnumpy().transpose(1, 0, 2))
+
+
+def _hook_mindspore(model: Any, trace: Trace) -> list[Any]:
+    points = {"embedding": model.embedding, "decoder.final_layernorm": model.decoder.final_layernorm}
+    points.update({f"decoder.layers.{i}": layer for i, layer in enumerate(model.decoder.layers)})
+    hooks = []
+    for name, cell in points.items():
+
+        def keep(_cell: Any, _inputs: Any, output: Any, name: str = name) -> None:
+            trace.activations[name] = _batch_first(output[0] if isinstance(output, tuple) else output)
+
+        hooks.append(cell.register_forward_hook(keep))
+    return hooks
+
+
+def run_mindspore(network: Any, batch: Batch) -> Trace:
+    """Forward and backward of the target in PyNative mode."""
+    import mindspore as ms
+    from mindspore import ops
+
+    trace = Trace()
+    ids, labels, mask, positions = (
+        ms.Tensor(value) for value in (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)
+    )
+    network.set_train(False)
+    hooks = _hook_mindspore(network.get_gpt_model(), trace)
+    logits = network(input_ids=ids, position_ids=positions)
+    for hook in hooks:
+        hook.remove()
+    trace.logits = logits.asnumpy().reshape(*batch.input_ids.shape, -1)
+    network.set_train(True)
+
+    def loss_of(ids: Any, labels: Any, mask: Any, positions: Any) -> Any:
+        return network(input_ids=ids, labels=labels, loss_mask=mask, position_ids=positions)[0]
+
+    parameters = network.trainable_params()
+    loss, gradients = ops.value_and_grad(loss_of, None, parameters)(ids, labels, mask, positions)
+    trace.loss = float(loss.asnumpy().reshape(-1)[0])
+    trace.gradients = {p.name: g.asnumpy() for p, g in zip(parameters, gradients, strict=True)}
+    return trace
+
+
+def no_dropout() -> dict[str, Any]:
+    """Overrides for a run.yaml that make a comparison possible: fp32 everywhere, dropout off."""
+    base = "model.model_config."
+    values: dict[str, Any] = {f"{base}{name}_dropout": 0.0 for name in ("embedding", "hidden", "attention")}
+    for key in ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "param_init_type"):
+        values[base + key] = "float32"
+    return values
+
+
+def check_pair(source: Any, content: Mapping[str, Any], run: RunDirectory) -> None:
+    """The run and the source are the same kind of model.
+
+    Raises:
+        MindferryError: family or vocabulary differ, so no comparison makes sense.
+    """
+    config = content["model"]["model_config"]
+    for key, wanted in (("model_type", source.family), ("vocab_size", source.spec.vocab_size)):
+        if config.get(key) != wanted:
+            raise MindferryError(
+                f"{run.yaml}: {key}: found {config.get(key)!r}, the source has {wanted!r}",
+                remedy="is --against the source this run was migrated from?",
+                id="verify.pair",
+            )

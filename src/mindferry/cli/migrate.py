@@ -1,0 +1,77 @@
+"""mindferry migrate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from mindferry.cli.console import Finding, Progress, Result, command
+
+EXAMPLE = "Example: mindferry migrate gpt2/ --data corpus/ --out run/ --seq-length 1024"
+
+
+@command("migrate")
+def migrate(
+    source: Path = typer.Argument(..., metavar="SRC", help="Hugging Face directory of the model."),
+    data: list[Path] = typer.Option(
+        ..., "--data", metavar="TEXT...", help="Text files or directories to train on (several are fine)."
+    ),
+    out: Path = typer.Option(..., "--out", metavar="RUN", help="Directory to create."),
+    seq_length: int = typer.Option(..., "--seq-length", help="Tokens in a sequence."),
+    batch_size: int | None = typer.Option(None, "--batch-size", min=1, help="Sequences in a step (8)."),
+    epochs: int | None = typer.Option(None, "--epochs", min=1, help="Passes over the data (3)."),
+    steps: int | None = typer.Option(
+        None, "--steps", min=1, help="Length of the schedule, instead of --epochs."
+    ),
+    learning_rate: float | None = typer.Option(None, "--learning-rate", min=0.0, help="Peak rate (5e-5)."),
+    layer_spec: str = typer.Option("portable", "--layer-spec", help="portable, fused or reference."),
+    compute_dtype: str = typer.Option("float32", "--compute-dtype", help="float32, float16 or bfloat16."),
+    device: str = typer.Option("cpu", "--device", help="cpu or ascend."),
+    force: bool = typer.Option(False, "--force", help="Replace RUN if it is a run already."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Turn a model and a corpus into a MindSpore Transformers run.
+
+    Writes RUN/run.yaml, RUN/model/, RUN/data/ and RUN/migration.json, where every key and tensor of the source
+    is accounted for.
+    """
+    from mindferry import migration
+    from mindferry.cli.choices import one_of
+    from mindferry.layers import LAYER_SPECS
+
+    choices = migration.Choices(
+        seq_length=seq_length,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        learning_rate=learning_rate,
+        layer_spec=one_of("--layer-spec", layer_spec, LAYER_SPECS),
+        compute_dtype=one_of("--compute-dtype", compute_dtype, ("float32", "float16", "bfloat16")),
+        device={"cpu": "CPU", "ascend": "Ascend"}[one_of("--device", device, ("cpu", "ascend"))],
+    )
+    with Progress("migrating", total=None, unit="steps") as bar:
+        ticks = migration.Ticks(weights=lambda done, name: bar.advance(note=name), data=bar)
+        made = migration.migrate(source, data, out, choices, force=force, ticks=ticks)
+    report = made.report
+    counts = {key: len(report["weights"][key]) for key in ("used", "ignored", "created")}
+    tokens = {key: report["data"][key] for key in ("tokens", "documents", "sequences")}
+    findings = [Finding("migrate.attention", "warning", text) for text in made.warnings]
+    text = (
+        f"{made.run}\n"
+        f"  model  {report['model']['family']}, {report['parameters']:,} parameters; tensors: "
+        f"{counts['used']} used, {counts['ignored']} ignored, {counts['created']} created\n"
+        f"  data   {tokens['documents']:,} documents, {tokens['tokens']:,} tokens, "
+        f"{tokens['sequences']:,} sequences of {seq_length}\n"
+        f"  next   mindferry verify {out} --against {source}\n"
+        f"         mindferry train {out}"
+    )
+    return Result(
+        findings=findings,
+        extra={"run": str(made.run), "config": report["config"], "weights": counts, "data": tokens},
+        text=text,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("migrate", epilog=EXAMPLE)(migrate)

@@ -1,0 +1,95 @@
+"""mindferry train"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mindferry.cli.console import Finding, Progress, Result, command, output_to
+
+EXAMPLE = "Example: mindferry train run/ --steps 100"
+
+
+@command("train")
+def train(
+    run: Path = typer.Argument(..., metavar="RUN", help="Run directory made by migrate."),
+    steps: int | None = typer.Option(None, "--steps", min=1, help="Stop after this step of the schedule."),
+    mode: str | None = typer.Option(None, "--mode", help="graph or pynative; run.yaml's otherwise."),
+    device: str | None = typer.Option(None, "--device", help="cpu or ascend; run.yaml's otherwise."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the newest complete checkpoint."),
+    restart: bool = typer.Option(False, "--restart", help="Throw an earlier training away and start over."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Train a run with mindformers' own Trainer.
+
+    Writes RUN/metrics.jsonl (a line a step), RUN/checkpoints/ and RUN/logs/. The first Ctrl-C finishes the step
+    and saves a checkpoint, the second ends at once.
+    """
+    from mindferry.cli.choices import one_of
+    from mindferry.errors import UsageError
+    from mindferry.targets.run_directory import RunDirectory
+    from mindferry.training import engine
+
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other", remedy="give one of them")
+    directory = RunDirectory.open(run)
+    options = engine.Options(
+        steps=steps,
+        mode=one_of("--mode", mode, tuple(engine.MODES)) if mode else None,
+        device=one_of("--device", device, tuple(engine.DEVICES)) if device else None,
+        resume=resume,
+        restart=restart,
+    )
+    log = directory.logs / "train.log"
+    total = engine.last_step(directory, options)
+    with Progress("training", total=total, unit="steps") as bar, output_to(log):
+
+        def on_step(record: dict[str, Any]) -> None:
+            bar.at(record["step"], f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
+
+        options.on_step = on_step
+        outcome = engine.train_logged(directory, options, log)
+    return _result(directory, outcome, steps)
+
+
+def _result(directory: Any, outcome: Any, steps: int | None) -> Result:
+    losses = list(outcome.losses.values())
+    first, last = losses[0], losses[-1]
+    interrupted = outcome.signal != 0
+    extra = {
+        "run": str(directory.root),
+        "steps": [outcome.first_step, outcome.last_step],
+        "first_loss": first,
+        "last_loss": last,
+        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
+        "metrics": str(directory.metrics),
+        "stopped": "interrupted" if interrupted else "finished",
+    }
+    text = (
+        f"steps {outcome.first_step + 1} to {outcome.last_step}: loss {first:.4f} -> {last:.4f}\n"
+        f"  metrics     {directory.metrics}\n"
+        f"  checkpoint  {outcome.checkpoint}"
+    )
+    findings = []
+    if interrupted:
+        findings.append(
+            Finding(
+                "train.interrupted",
+                "warning",
+                f"stopped after step {outcome.last_step}, checkpoint written",
+                remedy=f"go on with: mindferry train {directory.root} --resume",
+            )
+        )
+    return Result(
+        verdict="problem" if interrupted else "good",
+        findings=findings,
+        extra=extra,
+        text=text,
+        exit_code=128 + outcome.signal if interrupted else None,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", epilog=EXAMPLE)(train)

@@ -1,0 +1,128 @@
+"""mindferry verify"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mindferry.cli.console import Finding, Progress, Result, command, output_to
+
+if TYPE_CHECKING:
+    from mindferry.checking.alignment import Alignment
+    from mindferry.checking.parity import Parity
+
+EXAMPLE = "Example: mindferry verify run/ --against gpt2/"
+
+
+@command("verify")
+def verify(
+    run: Path = typer.Argument(..., metavar="RUN", help="Run directory made by migrate."),
+    against: Path = typer.Option(..., "--against", metavar="SRC", help="The source it was migrated from."),
+    batch_size: int = typer.Option(2, "--batch-size", min=1, help="Sequences to compare on."),
+    training_steps: int = typer.Option(
+        50, "--training-steps", min=0, help="Steps of AdamW to compare after that; 0 for none."
+    ),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Prove that run and source compute the same numbers (needs PyTorch).
+
+    Compares, in fp32 on the run's own data: embedding output, every layer, logits, loss, every gradient; then
+    the losses of some training steps. Says where the two part first.
+    """
+    from mindferry.checking import alignment, parity
+    from mindferry.targets.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    log = directory.logs / "verify.log"
+    with Progress("verifying", total=1 + 2 * training_steps, unit="steps") as bar, output_to(log):
+        found = alignment.align(directory, against, batch_size)
+        bar.advance(note="one batch compared")
+        training = None
+        if found.aligned and training_steps:
+            training = parity.train_both(directory, against, training_steps, on_step=bar.advance)
+    good = found.aligned and (training is None or training.good)
+    return Result(
+        verdict="good" if good else "problem",
+        findings=_findings(found, training),
+        extra=_json(found, training),
+        text=_table(found, training),
+    )
+
+
+def _findings(found: Alignment, training: Parity | None) -> list[Finding]:
+    findings = []
+    if not found.aligned:
+        findings.append(
+            Finding(
+                "verify.parted",
+                "problem",
+                f"source and target part at {found.first_divergence}",
+                remedy="everything before it agrees: look at the parameters and settings of that part",
+            )
+        )
+    if training is not None and not training.good:
+        findings.append(
+            Finding(
+                "verify.training-parted",
+                "problem",
+                f"the losses part at training step {training.first_bad_step}",
+                remedy="one batch agrees, so look at the optimizer, the schedule and the clipping in run.yaml",
+            )
+        )
+    return findings
+
+
+def _json(found: Alignment, training: Parity | None) -> dict[str, Any]:
+    def rows(items: Any) -> list[dict[str, Any]]:
+        return [
+            {"name": r.name, "max_abs_diff": r.max_abs_diff, "max_rel_diff": r.max_rel_diff} for r in items
+        ]
+
+    result: dict[str, Any] = {
+        "aligned": found.aligned,
+        "logits_max_abs_diff": found.logits_max_abs_diff,
+        "loss_abs_diff": found.loss_abs_diff,
+        "grad_max_rel_diff": found.grad_max_rel_diff,
+        "layers": rows(found.layers),
+        "gradients": rows(found.gradients),
+        "first_divergence": found.first_divergence,
+        "training": None,
+    }
+    if training is not None:
+        result["training"] = {
+            "steps": len(training.source_losses),
+            "max_loss_diff": training.max_loss_diff,
+            "max_lr_rel_diff": training.max_lr_diff,
+            "first_bad_step": training.first_bad_step,
+        }
+    return result
+
+
+def _table(found: Alignment, training: Parity | None) -> str:
+    lines = [f"{'':34} {'max abs diff':>12} {'relative':>10}"]
+    for row in found.layers:
+        mark = "" if row.good else "   <-- parts here" if row.name == found.first_divergence else "   differs"
+        lines.append(f"{row.name:34} {row.max_abs_diff:12.2e} {row.max_rel_diff:10.2e}{mark}")
+    lines.append(
+        f"{'loss':34} {found.loss_abs_diff:12.2e}{'':11}   source {found.loss_source:.6f}, "
+        f"target {found.loss_target:.6f}"
+    )
+    worst = max(found.gradients, key=lambda row: row.max_rel_diff)
+    lines.append(
+        f"{f'gradients ({len(found.gradients)}), worst':34} {worst.max_abs_diff:12.2e} "
+        f"{worst.max_rel_diff:10.2e}   {worst.name}"
+    )
+    if training is not None:
+        lines.append(
+            f"{f'training, {len(training.source_losses)} steps':34} {training.max_loss_diff:12.2e}{'':11}"
+            f"   loss {training.source_losses[0]:.4f} -> {training.source_losses[-1]:.4f}"
+        )
+    aligned = found.aligned and (training is None or training.good)
+    lines.append("aligned" if aligned else "NOT aligned")
+    return "\n".join(lines)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify", epilog=EXAMPLE)(verify)
