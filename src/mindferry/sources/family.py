@@ -1,4 +1,4 @@
-"""A family of models as data: the schema of `families/*.yaml` and the one place that reads them."""
+"""A family of models as data: the schema of families/*.yaml and formats/*.yaml, and their one reader."""
 
 from __future__ import annotations
 
@@ -130,6 +130,12 @@ def common(name: str = HUGGING_FACE) -> Common:
     return Common(**_load(f"{name}.yaml"))
 
 
+@functools.cache
+def declaration(name: str) -> Family:
+    """The tables of a format that is not Hugging Face's (`formats/NAME.yaml`)."""
+    return Family(**_load(f"{name}.yaml", "formats"))
+
+
 def family_of(model_type: object, origin: str) -> Family:
     """The family whose `model_types` has `model_type`.
 
@@ -147,13 +153,13 @@ def family_of(model_type: object, origin: str) -> Family:
     )
 
 
-def _load(name: str) -> dict[str, Any]:
+def _load(name: str, folder: str = "families") -> dict[str, Any]:
     from ruamel.yaml import YAML
 
-    text = resources.files(__package__).joinpath("families").joinpath(name).read_text("utf-8")
+    text = resources.files(__package__).joinpath(folder).joinpath(name).read_text("utf-8")
     tree = YAML(typ="safe", pure=True).load(text)
     base = tree.pop("extends", None)
-    return _merged(_load(f"{base}.yaml"), tree) if base else tree
+    return _merged(_load(f"{base}.yaml", folder), tree) if base else tree
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

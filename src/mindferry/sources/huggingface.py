@@ -1,17 +1,17 @@
-"""Reads a Hugging Face model directory: config.json, safetensors, tokenizer files."""
+"""Reads a Hugging Face model directory: config.json, weights, tokenizer files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mindferry.errors import MindferryError, UsageError
-from mindferry.sources.config_json import read_config, read_json_object
+from mindferry.sources import pickled
+from mindferry.sources.assemble import Options, assemble
+from mindferry.sources.config_json import read_json_object
 from mindferry.sources.family import common, family_of
-from mindferry.sources.names import CanonicalStore
 from mindferry.sources.source import Source
-from mindferry.weights.rules import bind, make_plan
 from mindferry.weights.tensor_store import SafetensorsStore, TensorStore, check_link
-from mindferry.weights.transforms import Geometry, TargetLayout
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,11 +24,16 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+# In the order of transformers: the first that is there is taken.
+WEIGHT_FILES: dict[str, Callable[[Path], TensorStore]] = {
+    "model.safetensors": lambda file: SafetensorsStore([file]),
+    "model.safetensors.index.json": SafetensorsStore.open_index,
+    "pytorch_model.bin": pickled.open_bin,
+    "pytorch_model.bin.index.json": pickled.open_bin_index,
+}
 
 
-def open_huggingface(path: Path, layout: TargetLayout | None = None) -> Source:
+def open_huggingface(path: Path, options: Options) -> Source:
     """Open the directory `path`; reads headers and, for a tied head that is stored, the head.
 
     Raises:
@@ -45,29 +50,23 @@ def open_huggingface(path: Path, layout: TargetLayout | None = None) -> Source:
     check_link(path, config_file)
     tree = read_json_object(config_file)
     family = family_of(tree.get("model_type"), str(config_file))
-    reading = read_config(tree, family, common(), str(config_file))
-    warnings = list(reading.warnings)
-    inner = open_weights(path, warnings)
-    store = CanonicalStore(inner, family.prefixes)
-    bound = bind(family.weights, family.ignored, Geometry(reading.spec, layout or TargetLayout()))
-    key_of = reading.key_of()
-    make_plan(bound, store, key_of)
-    return Source(
+    warnings: list[str] = []
+    return assemble(
         path=path,
         format="huggingface",
-        family=family.family,
-        spec=reading.spec,
-        decisions=reading.decisions,
-        warnings=warnings + store.warnings,
-        tensors=store,
-        rules=bound,
-        tokenizer_files=_tokenizer_files(path),
-        key_of=key_of,
-        original_names=store.original,
+        tree=tree,
+        family=family,
+        shared=common(),
+        origin=str(config_file),
+        inner=open_weights(path, warnings),
+        options=options,
+        tokenizer_files=tokenizer_files(path),
+        warnings=warnings,
     )
 
 
-def _tokenizer_files(path: Path) -> dict[str, Path]:
+def tokenizer_files(path: Path) -> dict[str, Path]:
+    """The usual tokenizer files that are in directory `path`."""
     found = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
     for file in found.values():
         check_link(path, file)
@@ -76,20 +75,20 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
 
 def open_weights(path: Path, warnings: list[str]) -> TensorStore:
     """The weights in directory `path`, whichever of the usual files holds them."""
-    present = [name for name in (SINGLE, INDEX) if (path / name).exists()]
+    present = [name for name in WEIGHT_FILES if (path / name).exists()]
     if not present:
         raise _no_weights(path)
     if len(present) > 1:
-        warnings.append(f"{path}: both {SINGLE} and {INDEX} are there; {SINGLE} was taken")
+        warnings.append(f"{' and '.join(present)} are all there; {present[0]} was taken")
     chosen = path / present[0]
     check_link(path, chosen)
-    return SafetensorsStore([chosen]) if present[0] == SINGLE else SafetensorsStore.open_index(chosen)
+    return WEIGHT_FILES[present[0]](chosen)
 
 
 def _no_weights(path: Path) -> MindferryError:
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
-        found = f"found {', '.join(shards[:3])} but no {INDEX}"
+        found = f"found {', '.join(shards[:3])} but no model.safetensors.index.json"
     else:
-        found = f"no {SINGLE} and no {INDEX}"
+        found = f"none of {', '.join(WEIGHT_FILES)} is there"
     return UsageError(f"{path}: no weights: {found}", remedy="fetch the weight files", id="source.no-weights")

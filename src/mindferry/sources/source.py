@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindferry.sources.config_json import ConfigDecision
+from mindferry.sources.family import Family
 from mindferry.spec import ModelSpec
 from mindferry.weights.rules import BoundRules
 from mindferry.weights.tensor_store import TensorStore
@@ -27,6 +28,7 @@ class Source:
         rules: the weight rules, spelled out for this model.
         key_of: spec field -> "key = value" of the source's configuration.
         original_names: name in `tensors` -> name in the file, where they differ.
+        declaration: the family's tables, for the way back.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class Source:
     tokenizer_files: dict[str, Path] = field(default_factory=dict)
     key_of: Mapping[str, str] = field(default_factory=dict)
     original_names: Mapping[str, str] = field(default_factory=dict)
+    declaration: Family | None = None
 
     def original(self, name: str) -> str:
         """The tensor's name in the file."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import field_validator, model_validator
 
 from mindferry.errors import MindferryError, nearest
-from mindferry.spec import Spec
+from mindferry.spec import ModelSpec, Spec
 from mindferry.weights.target import symbolic_shapes, target_names
 from mindferry.weights.tensor_store import TensorStore, listing, same_bits
 from mindferry.weights.transforms import WORDS, Chain, Geometry, Shape
@@ -28,6 +28,7 @@ class WeightRule(Spec):
         transform: words of `transforms.WORDS`, applied left to right.
         if_absent: what to fill the target with when no layer of the source has the tensor. Without it a
             missing tensor is an error.
+        when: spec fields and values; only such models may lack the tensor.
         because: why the source may lack it.
     """
 
@@ -35,6 +36,7 @@ class WeightRule(Spec):
     target: str
     transform: tuple[str, ...] = ()
     if_absent: Literal["zeros", "ones"] | None = None
+    when: dict[str, bool | int | str] = {}  # noqa: RUF012 - pydantic copies defaults
     because: str = ""
 
     @field_validator("source", mode="before")
@@ -58,6 +60,10 @@ class WeightRule(Spec):
         if bool(self.if_absent) != bool(self.because):
             raise ValueError("if_absent needs a reason in `because`, and only then")
         return self
+
+    def may_be_absent(self, spec: ModelSpec) -> bool:
+        """True when a model of `spec` may lack the tensor."""
+        return bool(self.if_absent) and all(getattr(spec, f) == v for f, v in self.when.items())
 
 
 class IgnoreRule(Spec):
@@ -178,9 +184,12 @@ def make_plan(bound: BoundRules, store: TensorStore, key_of: Mapping[str, str] |
     """
     present = store.names()
     names = set(present)
-    optional = {id(step.rule): step.rule for step in bound.steps if step.rule.if_absent}
+    spec = bound.geometry.spec
+    optional = {id(step.rule): step.rule for step in bound.steps if step.rule.may_be_absent(spec)}
     absent_rules = {key for key, rule in optional.items() if not (_sources_of(bound, rule) & names)}
-    created = tuple(step for step in bound.steps if id(step.rule) in absent_rules)
+    created = tuple(
+        replace(step, sources=(), source_shapes=()) for step in bound.steps if id(step.rule) in absent_rules
+    )
     used = tuple(step for step in bound.steps if id(step.rule) not in absent_rules)
     wanted = {n: s for step in used for n, s in zip(step.sources, step.source_shapes, strict=True)}
     ignored, surplus = _leftovers(bound, store, [name for name in present if name not in wanted])
