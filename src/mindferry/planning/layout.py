@@ -41,7 +41,10 @@ class Violation:
 
 @dataclass
 class Layout:
-    """What a YAML says about parallelism, before anyone checked it. Names are mindformers'."""
+    """What a YAML says about parallelism, before anyone checked it. Names are mindformers'.
+
+    sizes_known is False when the model's sizes were not at hand; rules about them are skipped then.
+    """
 
     devices: int = 1
     data_parallel: int = 1
@@ -79,6 +82,8 @@ class Layout:
     use_flash_attention: bool = True
     fine_grain_interleave: int = 1
     num_experts: int = 0
+    sizes_known: bool = True
+    family: str = ""
     num_layers: int = 1
     hidden_size: int = 1
     num_attention_heads: int = 1
@@ -183,10 +188,10 @@ def layout_of(st: Strategy, job: Job) -> Layout:
         enable_parallel_optimizer=bool(st.optimizer_shard_level), parallel_optimizer_config=config,
         offset=st.offset(m.num_layers), recompute=True if full else list(st.recompute) if any(st.recompute)
         else False, select_recompute=["x"] if st.select else False, use_flash_attention=job.flash_attention,
-        num_layers=m.num_layers, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups, ffn_hidden_size=m.ffn_hidden_size,
-        vocab_size=st.vocab_size or m.vocab_size, seq_length=job.seq_length,
-        max_position_embeddings=m.max_position_embeddings,
+        family=m.family, num_layers=m.num_layers, hidden_size=m.hidden_size,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups,
+        ffn_hidden_size=m.ffn_hidden_size, vocab_size=st.vocab_size or m.vocab_size,
+        seq_length=job.seq_length, max_position_embeddings=m.max_position_embeddings,
         learned_positions=m.position_embedding == "learned_absolute", gated_linear_unit=m.gated_linear_unit,
         devices_per_host=job.device.devices_per_host, global_batch=job.global_batch,
     )  # fmt: skip

@@ -92,6 +92,8 @@ def _inside_host(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("heads.model_parallel", BUILD, "mindformers parallel_core/transformer_config.py")
 def _heads(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     t, a, k = x.model_parallel, x.num_attention_heads, x.num_query_groups
     fits = [i for i in divisors(a) if k % i == 0]
     way = f"model_parallel one of {fits}"
@@ -116,6 +118,8 @@ def _heads(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("hidden.model_parallel", BUILD, "mindformers parallel_core, row and column splits")
 def _hidden(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     t = x.model_parallel
     if x.hidden_size % x.num_attention_heads:
         yield (
@@ -133,6 +137,8 @@ def _hidden(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("vocab.model_parallel", BUILD, "mindformers parallel_core/training_graph/tensor_parallel/layers.py")
 def _vocab(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     t, vocab = x.model_parallel, x.vocab_size
     if not x.semi_auto or t == 1:
         return

@@ -19,6 +19,8 @@ _rule = registrar(RULES)
 
 @_rule("pipeline.layers", BUILD, "mindformers models/modeling_utils.py")
 def _layers(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     p, v, n = x.pipeline_stage, x.virtual, x.num_layers
     if not x.semi_auto or p == 1:
         return
@@ -38,6 +40,8 @@ def _layers(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("pipeline.offset", BUILD, "mindformers parallel_core/training_graph/transformer/utils.py LayerSetting")
 def _offset(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     p, v, n = x.pipeline_stage, x.virtual, x.num_layers
     if not x.semi_auto or p * v <= 1 or n < p * v:
         return
@@ -88,6 +92,8 @@ def _offset_counts(counts: Any, base: int, way: str, chunks: int) -> Iterator[tu
 
 @_rule("pipeline.offset-broadcast", SILENT, "planner")
 def _broadcast(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     p, v, n = x.pipeline_stage, x.virtual, x.num_layers
     if not x.semi_auto or p * v <= 1 or n < p * v or next(_offset(x), None):
         return
@@ -103,7 +109,15 @@ def _broadcast(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("pipeline.offset-legacy", SILENT, "planner")
 def _offset_legacy(x: Layout) -> Iterator[tuple[str, str]]:
-    if x.use_legacy and x.semi_auto and x.pipeline_stage > 1 and x.num_layers % x.pipeline_stage:
+    if not x.sizes_known:
+        return
+    if (
+        x.use_legacy
+        and x.family == "gpt2"
+        and x.semi_auto
+        and x.pipeline_stage > 1
+        and x.num_layers % x.pipeline_stage
+    ):
         yield (
             f"the legacy GPT-2 ignores offset: {x.num_layers} layers on {x.pipeline_stage} stages come out "
             "uneven without being asked for",
@@ -228,6 +242,8 @@ def _slice(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("recompute.select-nothing", SILENT, "planner", "warning")
 def _select_nothing(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     if x.select_recompute is True and not x.gated_linear_unit and not x.use_legacy:
         yield (
             "select_recompute: True means the patterns mlp.mul and mlp.activation_func.silu, and a model "
@@ -347,10 +363,22 @@ def _optimizer(x: Layout) -> Iterator[tuple[str, str]]:
 @_rule("optimizer.shard_size", BUILD, "MindSpore")
 def _shard_size(x: Layout) -> Iterator[tuple[str, str]]:
     size = x.parallel_optimizer_config.get("optimizer_weight_shard_size", -1)
-    if not x.enable_parallel_optimizer or size == -1:
+    if (
+        x.enable_parallel_optimizer
+        and size != -1
+        and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
+    ):
+        yield f"optimizer_weight_shard_size must be a positive integer or -1, but got {size!r}", "-1"
+
+
+@_rule("optimizer.shard_ranks", SILENT, "planner", "warning")
+def _shard_ranks(x: Layout) -> Iterator[tuple[str, str]]:
+    size, d = x.parallel_optimizer_config.get("optimizer_weight_shard_size", -1), x.data_parallel
+    if not x.enable_parallel_optimizer or not isinstance(size, int) or size < 1:
         return
-    d = x.data_parallel
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or d % size:
+    if size > d:
+        yield f"optimizer_weight_shard_size {size} is a maximum: {d} ranks share the dense weights", "-1"
+    elif d % size:
         yield (
             f"optimizer_weight_shard_size {size} does not divide data_parallel {d}",
             f"one of {divisors(d)}, or -1",
@@ -368,6 +396,8 @@ def _optimizer_alone(x: Layout) -> Iterator[tuple[str, str]]:
 
 @_rule("optimizer.rows", SILENT, "mindformers tools/check_rules.py", "warning")
 def _rows(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.sizes_known:
+        return
     if not (x.semi_auto and x.enable_parallel_optimizer):
         return
     for name in ("vocab_size", "hidden_size"):
