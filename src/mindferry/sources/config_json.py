@@ -11,10 +11,12 @@ from typing import Any
 from mindferry.errors import MindferryError, did_you_mean
 from mindferry.sources.family import Common, ConfigKey, Derived, Family, MustBe
 from mindferry.sources.rope import flatten_rope_parameters, read_rope_scaling
-from mindferry.spec import ModelSpec, spec_from
+from mindferry.spec import ModelSpec, RopeScaling, spec_from
 from mindferry.weights.header import no_duplicates
 
 MAX_CONFIG_BYTES = 4 << 20
+# Begins the note of a key that the source does not have; the way back leaves such keys out again.
+ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ class ConfigReading:
         return result
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; duplicate keys, NaN literals and huge files are refused."""
+def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`, of at most `limit` bytes; duplicate keys, NaN literals and huge files are refused."""
 
     def refuse(literal: str) -> None:
         raise ValueError(f"{literal} is not a JSON number")
 
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"larger than {MAX_CONFIG_BYTES} bytes")
+        if path.stat().st_size > limit:
+            raise ValueError(f"larger than {limit} bytes")
         tree = json.loads(path.read_text("utf-8"), object_pairs_hook=no_duplicates, parse_constant=refuse)
         if not isinstance(tree, dict):
             raise ValueError("not a JSON object")
@@ -98,7 +100,7 @@ class _Reader:
         self._tree, self._family = tree, family
         self._must_be = {**shared.must_be, **family.must_be}
         self._dropped = {**shared.dropped, **family.dropped}
-        self.values: dict[str, Any] = {"family": family.family, **family.fixed}
+        self.values: dict[str, Any] = {"family": family.family, **family.fixed, **family.assumed}
         self.decisions: list[ConfigDecision] = []
         self.warnings: list[str] = []
         self.problems: list[str] = []
@@ -107,6 +109,8 @@ class _Reader:
     def read(self) -> dict[str, Any]:
         for field, value in self._family.fixed.items():
             self._decide("", field, None, value, f"the same for every {self._family.title} model")
+        for field, value in self._family.assumed.items():
+            self._decide("", field, None, value, "not stated by the source; assumed")
         for name, key in self._family.config.items():
             self._key(name, key)
         for name, key in self._family.config.items():
@@ -122,6 +126,8 @@ class _Reader:
         return self.values
 
     def _decide(self, source: str, target: str, old: Any, new: Any, note: str = "") -> None:
+        if isinstance(new, RopeScaling):  # decisions are plain values, as JSON has them
+            new = new.model_dump(exclude_none=True)
         self.decisions.append(ConfigDecision(source, target, old, new, note))
 
     def _key(self, name: str, key: ConfigKey) -> None:
@@ -133,7 +139,7 @@ class _Reader:
             self.values[key.to] = self._value(name, key, key.default)
             if key.when_null is None or key.default is not None:
                 self._decide(
-                    name, key.to, None, self.values[key.to], "absent; the source's default is filled in"
+                    name, key.to, None, self.values[key.to], f"{ABSENT}; the source's default is filled in"
                 )
             return
         first = self._tree[given[0]]
@@ -178,7 +184,7 @@ class _Reader:
     def _null(self, name: str, key: ConfigKey, derived: Derived) -> None:
         value = self._derive(derived, key.to)
         self.values[key.to] = value
-        how = "null" if name in self._tree else "absent"
+        how = "null" if name in self._tree else ABSENT
         self._decide(name, key.to, None, value, f"{how} means {derived.formula()}")
 
     def _derive(self, derived: Derived, field: str) -> Any:
@@ -211,7 +217,8 @@ class _Reader:
                 self.values[key.to] = None
                 self.decisions = [d for d in self.decisions if d.target_key != key.to]
                 note = f"outside the vocabulary of {vocab}; left unset"
-                self._decide(name, key.to, self._tree.get(name), None, note)
+                how = "" if name in self._tree else f"{ABSENT}; the default {token} is "
+                self._decide(name, key.to, self._tree.get(name), None, how + note)
                 if name in self._tree:
                     self.warnings.append(f"{name} = {token} is {note}")
 

@@ -81,7 +81,9 @@ class Family(Common):
     Attributes:
         model_types: values of `model_type` that mean this family.
         prefixes: prefixes of tensor names that may be there or not.
+        architecture: the class transformers writes, for the way back.
         fixed: spec fields that are the same for every model of the family.
+        assumed: spec fields the format does not state, and what is taken unless the person says otherwise.
         config: source key -> spec field.
         derived: spec fields without a key of their own.
         must_be: keys that are refused unless they have an accepted value; dropped: keys and why they go.
@@ -92,7 +94,9 @@ class Family(Common):
     title: str
     model_types: tuple[str, ...]
     prefixes: tuple[str, ...] = ()
+    architecture: str = ""
     fixed: dict[str, Any] = Field(default_factory=dict)
+    assumed: dict[str, Any] = Field(default_factory=dict)
     config: dict[str, ConfigKey]
     derived: dict[str, Derived] = Field(default_factory=dict)
     weights: tuple[WeightRule, ...]
@@ -101,7 +105,7 @@ class Family(Common):
     @model_validator(mode="after")
     def _sound(self) -> Family:
         known = ModelSpec.model_fields
-        named = [key.to for key in self.config.values()] + [*self.fixed, *self.derived]
+        named = [key.to for key in self.config.values()] + [*self.fixed, *self.assumed, *self.derived]
         for field in named:
             if field not in known:
                 raise ValueError(f"{field} is not a field of ModelSpec")

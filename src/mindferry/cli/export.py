@@ -1,0 +1,65 @@
+"""mindferry export"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from mindferry.cli.console import Finding, Progress, Result, command
+
+EXAMPLE = "Example: mindferry export run/ --to hf --out gpt2-trained/"
+
+
+@command("export")
+def export(
+    run: Path = typer.Argument(
+        ..., metavar="RUN", help="Run directory, or one of its checkpoint directories."
+    ),
+    to: str = typer.Option(..., "--to", help="hf or nanogpt."),
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="Directory to create."),
+    checkpoint: str | None = typer.Option(
+        None,
+        "--checkpoint",
+        metavar="NAME",
+        help="Checkpoint to take (step-00000020), or none for the weights before training; newest by default.",
+    ),
+    dtype: str | None = typer.Option(
+        None, "--dtype", help="float32, float16 or bfloat16; each tensor's type in the source by default."
+    ),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Write a run's weights back in the format they came from, loadable by transformers or nanoGPT.
+
+    A run that was not trained comes back bit for bit.
+    """
+    from mindferry.cli.choices import one_of
+    from mindferry.weights import exporting
+
+    to = one_of("--to", to, exporting.FORMATS)
+    trained = exporting.locate(run, checkpoint)
+    with Progress("exporting", total=None, unit="tensors") as bar:
+        report = exporting.export(
+            trained, to, out, dtype=dtype, progress=lambda done, name: bar.advance(note=name)
+        )
+    findings = [Finding("export.attention", "warning", text) for text in report.warnings]
+    if report.created:
+        findings.append(
+            Finding(
+                "export.created",
+                "info",
+                f"{len(report.created)} biases that {report.family} always has were written as zeros",
+                evidence=", ".join(report.created[:6]),
+            )
+        )
+    where = f"step {report.step}" if report.step else "before training"
+    text = (
+        f"{report.out}\n  {report.family} as {report.format}, {where}: {report.tensors} tensors, "
+        f"{report.bytes:,} bytes\n  from {report.weights}"
+    )
+    return Result(findings=findings, extra=asdict(report), text=text)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export", epilog=EXAMPLE)(export)
