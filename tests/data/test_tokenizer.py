@@ -1,0 +1,165 @@
+"""Tokenizers: lossless, cut without a trace, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindferry.data.report import DataReport
+from mindferry.data.tokenizer import load_tokenizer
+from mindferry.data.tokens import token_dtype, tokenize_files
+from mindferry.errors import MindferryError, UsageError
+
+from .conftest import help_texts
+
+FIXTURES_ARE_CONSTANT = [HealthCheck.function_scoped_fixture]
+
+
+def ids_of_file(text: str | bytes, path: Path, files: dict[str, Path]) -> np.ndarray:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8"))
+    out = path.with_suffix(".ids")
+    with open(out, "wb") as sink:
+        tokenize_files(
+            [path], load_tokenizer(files), sink, vocab_size=600, eod_token_id=None, report=DataReport()
+        )
+    return np.fromfile(out, dtype=token_dtype(600))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES_ARE_CONSTANT)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda t: t.strip()))
+def test_text_to_ids_to_text_is_lossless(tmp_path: Path, tokenizer_files: dict[str, Path], text: str) -> None:
+    ids = ids_of_file(text, tmp_path / "t.txt", tokenizer_files)
+    assert load_tokenizer(tokenizer_files).decode(ids.tolist()) == text.removeprefix("\ufeff")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES_ARE_CONSTANT)
+@given(raw=st.binary(min_size=1, max_size=200))
+def test_any_bytes_at_all(tmp_path: Path, tokenizer_files: dict[str, Path], raw: bytes) -> None:
+    """Whatever a file holds: the text of its valid parts comes back, one U+FFFD for each other byte."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        with pytest.raises(UsageError, match="UTF-16"):
+            ids_of_file(raw, tmp_path / "t.txt", tokenizer_files)
+        return
+    ids = ids_of_file(raw, tmp_path / "t.txt", tokenizer_files)
+    text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
+    expected = "".join("\ufffd" if "\udc80" <= ch <= "\udcff" else ch for ch in text)
+    assert load_tokenizer(tokenizer_files).decode(ids.tolist()) == (expected if expected.strip() else "")
+
+
+def llama3_like(directory: Path) -> dict[str, Path]:
+    """Byte-level BPE behind the regex of Llama 3, where punctuation takes the line ends behind it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(help_texts(), trainer)
+    path = directory / "tokenizer.json"
+    tokenizer.save(str(path))
+    return {"tokenizer.json": path}
+
+
+LONG = {
+    "english": "\n\n".join(help_texts(40)),
+    "punctuation before line ends": "So it was.\n\nAnd then?!\n" * 20_000,
+    "chinese": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。\n" * 12_000,
+    "chinese, one line": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。" * 12_000,
+    "long runs of blanks": ("word" + " " * 700 + "\n" * 600) * 300,
+}
+
+
+@pytest.mark.parametrize("kind", list(LONG))
+@pytest.mark.parametrize("tokenizer", ["gpt2", "llama3"])
+def test_long_documents_are_cut_without_a_trace(
+    tmp_path: Path, tokenizer_files: dict[str, Path], tokenizer: str, kind: str
+) -> None:
+    from tokenizers import Tokenizer
+
+    files = tokenizer_files if tokenizer == "gpt2" else llama3_like(tmp_path)
+    text = LONG[kind]
+    assert len(text) > 1 << 17
+    whole = Tokenizer.from_file(str(files["tokenizer.json"])).encode(text).ids
+    np.testing.assert_array_equal(ids_of_file(text, tmp_path / "t.txt", files), whole)
+
+
+def test_document_without_a_place_to_cut(tmp_path: Path, tokenizer_files: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match="no place where this tokenizer's ids stay the same"):
+        ids_of_file("x" * ((1 << 22) + (1 << 19)), tmp_path / "t.txt", tokenizer_files)
+
+
+def test_both_forms_agree_with_transformers(tokenizer_dir: Path) -> None:
+    from transformers import GPT2TokenizerFast
+
+    theirs = GPT2TokenizerFast(str(tokenizer_dir / "vocab.json"), str(tokenizer_dir / "merges.txt"))
+    texts = [*help_texts(10), "a<|endoftext|>b", " leading", "tabs\t\tand  spaces \n", "数据 émigré 🚢"]
+    forms = (["tokenizer.json"], ["vocab.json", "merges.txt"])
+    for names in forms:
+        ours = load_tokenizer({name: tokenizer_dir / name for name in names})
+        for text, ids in zip(texts, ours.encode(texts), strict=True):
+            assert ids.tolist() == theirs(text)["input_ids"]
+
+
+def test_stored_truncation_and_padding_do_not_act(tmp_path: Path, tokenizer_dir: Path) -> None:
+    content = json.loads((tokenizer_dir / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    text = "for the sake of a longer sentence"
+    plain = load_tokenizer({"tokenizer.json": tokenizer_dir / "tokenizer.json"}).encode([text])[0]
+    np.testing.assert_array_equal(load_tokenizer({"tokenizer.json": path}).encode([text])[0], plain)
+    assert len(plain) > 3
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"version": "1.0"}', b"\xff\xfe", b'{"model": {"type": "BPE"}}']
+)
+def test_damaged_tokenizer_json(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(
+        UsageError, match=r"tokenizer\.json: no tokenizer that the tokenizers library can read"
+    ):
+        load_tokenizer({"tokenizer.json": path})
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges"), [("[]", ""), ("{", ""), ('{"a": 0}', "a b\n"), ('{"a": -1}', "")]
+)
+def test_damaged_vocab_and_merges(tmp_path: Path, vocab: str, merges: str) -> None:
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(UsageError, match=r"vocab\.json: no tokenizer that"):
+        load_tokenizer({name: tmp_path / name for name in ("vocab.json", "merges.txt")})
+
+
+def test_width_of_an_id() -> None:
+    assert token_dtype(50257) == np.uint16
+    assert token_dtype(65536) == np.uint16  # largest id 65535
+    assert token_dtype(65537) == np.int32
+    with pytest.raises(MindferryError):
+        token_dtype((1 << 31) + 1)
