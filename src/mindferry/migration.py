@@ -108,7 +108,7 @@ def _recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict[str, An
     def origin(given: Any) -> str:
         return "command line" if given else "transformers.TrainingArguments default"
 
-    decisions = [
+    decisions: list[dict[str, Any]] = [
         {"key": "batch_size", "value": batch_size, "from": origin(choices.batch_size)},
         {"key": "total_steps", "value": steps, "from": origin(choices.steps or choices.epochs)},
         {

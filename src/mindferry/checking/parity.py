@@ -53,7 +53,8 @@ def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
 
 def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     """AdamW groups: matrices decay, vectors and biases do not (mindformers' rule)."""
-    decayed, plain = [], []
+    decayed: list[Any] = []
+    plain: list[Any] = []
     for name, parameter in model.named_parameters():
         (plain if parameter.ndim == 1 or name.endswith(".bias") else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

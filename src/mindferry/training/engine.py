@@ -116,6 +116,8 @@ def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
             )
         content["runner_wrapper"]["type"] = compat.PORTABLE_WRAPPERS[wrapper]
         content["context"].pop("max_device_memory", None)
+        # Anything but a mapping keeps mindformers from binding MindSpore's threads (see compat).
+        content["context"].setdefault("affinity_cpu_list", [])
     content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
     content["train_dataset"]["batch_size"] = content["runner_config"]["batch_size"]
     content["train_dataset_task"]["dataset_config"] = copy.deepcopy(content["train_dataset"])
@@ -142,6 +144,18 @@ def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _working_in(directory: Path) -> Iterator[None]:
+    """MindSpore leaves kernel files (akg_kernel_meta, *.log) in the working directory; let that be ours."""
+    before = os.getcwd()
+    directory.mkdir(parents=True, exist_ok=True)
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextmanager
@@ -274,7 +288,8 @@ def train(run: RunDirectory, options: Options) -> Any:
         content["load_checkpoint"] = str(checkpoint.model)
         _trim_metrics(run.metrics, start)
     config = set_up(content, run)
-    return _fit(run, options, content, config, checkpoint, start, last)
+    with _working_in(run.logs / "engine"):
+        return _fit(run, options, content, config, checkpoint, start, last)
 
 
 def _fit(
