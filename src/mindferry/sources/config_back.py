@@ -98,6 +98,8 @@ def _equal(before: Any, now: Any) -> bool:
 def _source_value(key: ConfigKey, value: Any) -> Any:
     if key.kind == "rope_scaling":
         return rope_scaling_json(value)
+    if key.negated:
+        return not value
     if key.values is not None:
         return next(name for name, meant in key.values.items() if meant == value)
     return value

@@ -179,6 +179,8 @@ class _Reader:
                 self.problems.append(f"{name}: {raw!r} is not supported; known: {', '.join(key.values)}")
                 return None
             return key.values[raw]
+        if key.negated:
+            return not raw
         return float(raw) if key.kind == "float" else raw
 
     def _null(self, name: str, key: ConfigKey, derived: Derived) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindferry.errors import UsageError
-from mindferry.sources import huggingface, nanogpt
+from mindferry.sources import huggingface, megatron, megatron_shards, nanogpt
 from mindferry.sources.assemble import Options
 from mindferry.sources.pickled import load_pickled
 from mindferry.sources.source import Source
 from mindferry.weights.tensor_store import check_link
 
-KNOWN = "a Hugging Face directory (config.json and weights) or a nanoGPT ckpt.pt"
+KNOWN = "a Hugging Face directory (config.json and weights), a nanoGPT ckpt.pt or a Megatron-LM checkpoint"
 
 
 def open_any(path: Path, options: Options) -> Source:
@@ -21,6 +21,8 @@ def open_any(path: Path, options: Options) -> Source:
         for marker, reader in _DIRECTORIES:
             if (path / marker).exists():
                 return reader(path, options)
+        if megatron_shards.is_checkpoint(path):
+            return megatron.open_megatron(path, options)
         raise UsageError(
             f"{path}: no model found: no config.json and no other known file",
             remedy=f"give {KNOWN}",

@@ -36,6 +36,7 @@ class ConfigKey(Spec):
         default: what the source framework uses when the key is absent. Without one the key is required.
         when_null: the value that null stands for; null is refused without it (null default apart).
         values: source value -> spec value; any other value is an error.
+        negated: the spec field is the opposite of this key.
     """
 
     to: str
@@ -46,6 +47,7 @@ class ConfigKey(Spec):
     when_null: Derived | None = None
     nullable: bool = False
     values: dict[str, str | bool] | None = None
+    negated: bool = False
 
 
 class MustBe(Spec):

@@ -34,6 +34,9 @@ class Inert:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
     """The one use numpy's pickles make of `_codecs.encode`; other codecs could run or inflate things."""
@@ -58,6 +61,8 @@ _INERT = (
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunState",
     "megatron.model.enums.PositionEmbeddingType",
+    "io.BytesIO",
+    "_io.BytesIO",
     "signal.Signals",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",

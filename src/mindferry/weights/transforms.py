@@ -222,8 +222,9 @@ class Geometry:
         return [] if layout == self.layout.qkv else [self.split_qkv(layout), self.join_qkv()]
 
     def repack_gate_up(self, layout: GateUpLayout) -> list[Transform]:
-        """From `layout` to the target's; nothing to do when they are the same."""
-        return [] if layout == self.layout.gate_up else [SplitGateUp(layout), self.join_gate_up()]
+        """From `layout` to the target's; nothing to do when they are the same, or for a plain MLP."""
+        same = layout == self.layout.gate_up or not self.spec.gated_linear_unit
+        return [] if same else [SplitGateUp(layout), self.join_gate_up()]
 
     def join_gate_up(self) -> Inverse:
         ffn = self.spec.ffn_hidden_size
