@@ -108,7 +108,7 @@ def fitted(entry: Entry) -> Calibration:
     if entry.time:
         time = float(np.median([(p.measured - p.rest) / p.computing for p in entry.time]))
         time = max(time, 0.05)
-    source = ", ".join(p.label for p in (*entry.memory, *entry.time))
+    source = ", ".join([*(p.label for p in entry.memory), *(p.label for p in entry.time)])
     return Calibration(activations=factor, constant_bytes=constant, time=time, source=source)
 
 

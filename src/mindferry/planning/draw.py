@@ -14,7 +14,7 @@ _COLOURS = {
     "attention_mask": "#da8bc3", "logits": "#8c8c8c",
 }  # fmt: skip
 _FORWARD, _BACKWARD = ("#a6c8ff", "#6f9fe8"), ("#ffd6a5", "#f2a65a")
-MAX_BLOCKS = 4000
+MAX_BLOCKS = 8000
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ def schedule_svg(
     Of many micro-batches only as many are drawn as show ramp, steady state and end.
     """
     shown = micro_batches
-    while shown > 2 * stages and stages * shown * virtual * 2 > MAX_BLOCKS // 2:
-        shown = max(2 * stages, shown // 2 // stages * stages)
+    # one round of all stages is the least that shows a steady state; more only as long as it stays readable
+    while shown > stages and stages * shown * virtual * 2 > MAX_BLOCKS:
+        shown = max(stages, shown // 2 // stages * stages)
     blocks = schedule(stages, shown, virtual, forward, backward)
     end = max(block.start + block.length for block in blocks)
     width, left, row = 960.0, 70.0, 26

@@ -186,6 +186,11 @@ class Estimator:
             "layer_full",
         )
         acts = {name: FORMULAS[f"activations.{name}"](sym) * scale for name in names}
+        dev = self.job.device
+        for name in acts:
+            acts[name] *= (
+                dev.attention_factor if name in ("layer_core", "layer_flash") else dev.activation_factor
+            )
         core = acts["layer_flash"] if self.job.flash_attention else acts["layer_core"]
         select_core = "core_attention" in conv.select and not self.job.flash_attention
         dropped = core if select_core else 0.0
@@ -208,13 +213,10 @@ class Estimator:
         split = sym["t"] * sym["c"]
         forward = FORMULAS["time.layer_forward"](sym)
         backward = FORMULAS["time.layer_backward"](sym)
-        touched = {"layer_whole": sym["layer_kept"] - sym["layer_core_bytes"], "layer_split": 0.0,
-                   "layer_core": sym["layer_core_bytes"], "passes": sym["passes"],
-                   "memory_bandwidth": sym["memory_bandwidth"]}  # fmt: skip
-        element_wise = FORMULAS["time.element_wise"](touched)
-        forward = (forward + element_wise / 3) * cal.time + dev.layer_overhead
-        backward = (backward + element_wise * 2 / 3) * cal.time + 2 * dev.layer_overhead
-        core = sym["layer_core"] / (split * sym["peak"] * sym["efficiency_f"]) * cal.time
+        element_wise = self._element_wise_seconds(sym)
+        forward = (forward * dev.gemm_passes + element_wise / 3) * cal.time + dev.layer_overhead
+        backward = (backward * dev.gemm_passes + element_wise * 2 / 3) * cal.time + 2 * dev.layer_overhead
+        core = sym["layer_core"] / (split * sym["peak"] * sym["efficiency_f"]) * cal.time * dev.gemm_passes
         size = sym["b"] * sym["s"] * sym["h"] / sym["c"] * sym["element"]
         reduce = 2 * collective_seconds("all_reduce", size, st.model_parallel, 1, dev) * (1 - dev.overlap)
         ring = 0.0
@@ -224,15 +226,41 @@ class Estimator:
             ring = 1.5 * collective_seconds(
                 "all_gather", gathered, st.context_parallel, st.model_parallel, dev
             )
-        head = sym["head"] / (split * sym["peak"])
+        head = sym["head"] / (split * sym["peak"]) * dev.gemm_passes
+        logits = (
+            sym["logit_bytes"]
+            * sym["s"]
+            * sym["b"]
+            * sym["V"]
+            / split
+            / sym["memory_bandwidth"]
+            * dev.head_passes
+        )
         return _Layer(
             kept=sym["layer_kept"], kept_select=sym["layer_kept_select"], full=sym["layer_full"],
             embedding=sym["embedding"], forward=forward, backward=backward, recompute_full=forward,
             recompute_select=core * sym["select_core"], communication=reduce + ring,
             flops=sym["layer_linear"] + sym["layer_core"], core_flops=sym["layer_core"],
-            head_forward=head / sym["efficiency_f"] * cal.time,
-            head_backward=2 * head / sym["efficiency_b"] * cal.time,
+            head_forward=(head / sym["efficiency_f"] + logits / 3) * cal.time,
+            head_backward=(2 * head / sym["efficiency_b"] + 2 * logits / 3) * cal.time,
         )  # fmt: skip
+
+    def _element_wise_seconds(self, sym: dict[str, Any]) -> float:
+        """Forward and backward seconds of a layer's element-wise work: what it saves, moved through memory."""
+        dev = self.job.device
+        raw = {
+            name: FORMULAS[f"activations.{name}"](sym)
+            for name in ("layer_whole", "layer_split", "layer_core")
+        }
+        scores = FORMULAS["activations.layer_flash"](sym) if self.job.flash_attention else raw["layer_core"]
+        values = {
+            **raw,
+            "layer_core": 0.0,
+            "passes": dev.element_wise_passes,
+            "memory_bandwidth": dev.memory_bandwidth,
+        }
+        passes = dev.element_wise_passes if dev.attention_passes is None else dev.attention_passes
+        return float(FORMULAS["time.element_wise"](values)) + passes * scores / dev.memory_bandwidth
 
     def head_in_layers(self, st: Strategy) -> float:
         """Work of the head as a number of layers, for balancing stages."""
@@ -292,10 +320,19 @@ class Estimator:
     # ---- memory --------------------------------------------------------------------------------------------
 
     def memory(self, st: Strategy, sym: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
-        """Bytes on one rank of each stage, by part (`MEMORY_PARTS`)."""
+        """Bytes on one rank of each stage, by part (`MEMORY_PARTS`): arrays of one item a stage."""
         sym = self.symbols(st) if sym is None else sym
-        return {name: np.asarray(FORMULAS[formula](values), float)
-                for name, formula, values in self.memory_terms(st, sym)}  # fmt: skip
+        return {
+            name: np.broadcast_to(np.asarray(FORMULAS[formula](values), float), (st.pipeline_stage,))
+            * self._factor(name)
+            for name, formula, values in self.memory_terms(st, sym)
+        }
+
+    def _factor(self, part: str) -> float:
+        """The measured factor on a memory part; activations carry theirs already."""
+        dev = self.job.device
+        special = {"activations": 1.0, "attention_mask": dev.activation_factor, "logits": dev.logit_factor}
+        return special.get(part, dev.static_factor)
 
     def memory_terms(self, st: Strategy, sym: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         """(part, formula id, symbols) of every memory part, for adding up and for explaining."""
@@ -333,8 +370,12 @@ class Estimator:
         ]  # fmt: skip
 
     def total(self, memory: dict[str, np.ndarray]) -> np.ndarray:
-        """Bytes a stage with the calibrated constant."""
-        return np.asarray(sum(memory.values())) + self.job.calibration.constant_bytes
+        """Bytes a stage, with what was measured to come on top."""
+        return (
+            np.asarray(sum(memory.values()))
+            + self.job.calibration.constant_bytes
+            + self.job.device.resident_bytes
+        )
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -351,7 +392,7 @@ class Estimator:
         pipe = FORMULAS["pipeline.step"]({**sym, "slowest": slowest, "whole_pass": whole_pass})
         gradient, gradient_bytes = self._gradient_seconds(st, sym)
         optimizer = self._optimizer_seconds(st, sym)
-        step = float(pipe) + gradient + optimizer
+        step = float(pipe) + gradient + optimizer + dev.step_overhead
         micro_steps = st.micro_batch_num * st.data_parallel
         again = (
             layer.core_flops * job.convention.select_core_passes
@@ -432,7 +473,8 @@ class Estimator:
     def _optimizer_seconds(self, st: Strategy, sym: dict[str, Any]) -> float:
         split, whole = self.stage_parameters(st, sym)
         owned = float((whole + split / sym["r"]).max())
-        return float(FORMULAS["time.optimizer"]({**sym, "owned": owned})) * self.job.calibration.time
+        factor = self.job.device.optimizer_passes * self.job.calibration.time
+        return float(FORMULAS["time.optimizer"]({**sym, "owned": owned})) * factor
 
     def _communication_bytes(
         self, st: Strategy, sym: dict[str, Any], p2p: float, gradient: float

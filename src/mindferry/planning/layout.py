@@ -14,7 +14,7 @@ BEFORE, BUILD, COMPILE, SILENT = (
     "when the Trainer reads the YAML",
     "when the network is built",
     "when the graph is compiled, minutes after the start",
-    "never: the run goes on with other numbers",
+    "in no message: the run goes on with other numbers",
 )
 
 

@@ -128,7 +128,6 @@ def explain(estimate: Estimate, job: Job, stage: int | None = None) -> list[str]
     stage = estimate.heaviest_stage if stage is None else stage
     sym = est.symbols(st)
     cost = est.layer_symbols(sym)
-    cost["layer_kept_name"] = 0
     lines = [f"stage {stage} of {st.pipeline_stage}, {st.label()}"]
     values = {**sym, "layer_split": sym["layer_split"], "layer_whole": sym["layer_whole"]}
     for name in ("params.layer_split", "params.layer_whole", "params.total", "params.stage"):
@@ -164,6 +163,13 @@ def explain(estimate: Estimate, job: Job, stage: int | None = None) -> list[str]
         lines.append(
             f"calibrated by {cal.source}: activations x {cal.activations:.3f}, + {cal.constant_bytes / GIB:.2f} GiB, "
             f"computing time x {cal.time:.3f}"
+        )
+    dev = job.device
+    if dev.confidence == "measured":
+        lines.append(
+            f"{dev.name}: measured factors on model states {dev.static_factor:.3f}, activations "
+            f"{dev.activation_factor:.3f}, scores {dev.attention_factor:.3f}, logits {dev.logit_factor:.3f}; the "
+            f"process itself {dev.resident_bytes / GIB:.2f} GiB"
         )
     lines += [f"{name}: {seconds:.6g} s" for name, seconds in estimate.parts.items() if seconds]
     return lines

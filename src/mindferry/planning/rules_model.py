@@ -12,14 +12,19 @@ RULES: list[Rule] = []
 _rule = registrar(RULES)
 
 
+_COUNTS = (
+    "devices", "data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel",
+    "micro_batch_num", "gradient_accumulation_steps", "micro_batch_interleave_num", "batch_size",
+    "pp_interleave_num", "seq_split_num", "fine_grain_interleave", "ulysses_degree_in_cp",
+)  # fmt: skip
+
+
 # ---- how many devices, and which degree divides what -------------------------------------------------------
 
 
 @_rule("degrees.positive", BEFORE, "planner")
 def _positive(x: Layout) -> Iterator[tuple[str, str]]:
-    for name in ("devices", "data_parallel", "model_parallel", "context_parallel", "pipeline_stage",
-                 "micro_batch_num", "gradient_accumulation_steps", "batch_size", "pp_interleave_num",
-                 "micro_batch_interleave_num", "expert_parallel"):  # fmt: skip
+    for name in _COUNTS:
         value = getattr(x, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield f"{name} must be a positive integer, but got {value!r}", f"set {name} to at least 1"

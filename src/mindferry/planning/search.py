@@ -20,6 +20,8 @@ MAX_DEVICES = 1 << 20
 # Sequences from which context parallel is worth its communication (mindformers' performance guide).
 CONTEXT_PARALLEL_FROM = 32768
 TIE = 0.02
+# What every virtual stage must earn in step time to be preferred: more messages, more to go wrong.
+VIRTUAL_PRICE = 0.004
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def search(
     bounded = sorted(((_bound(est, cut), i, cut) for i, cut in enumerate(cuts(job, devices, fixed, found))))
     kept: dict[tuple[int, ...], Estimate] = {}
     for position, (bound, _, cut) in enumerate(bounded):
-        if len(kept) >= top and bound > sorted(item.step_seconds for item in kept.values())[top - 1]:
+        if len(kept) >= top and bound > sorted(map(_price, kept.values()))[top - 1]:
             found.skipped = len(bounded) - position
             break
         degrees = (cut.data_parallel, cut.model_parallel, cut.context_parallel, cut.pipeline_stage)
@@ -175,10 +177,15 @@ def search(
             if best is None:
                 continue
             found.fitting += 1
-            if degrees not in kept or best.step_seconds < kept[degrees].step_seconds:
+            if degrees not in kept or _price(best) < _price(kept[degrees]):
                 kept[degrees] = best
     found.best = sorted(kept.values(), key=lambda item: item.step_seconds)[:top]
     return found
+
+
+def _price(item: Estimate) -> float:
+    """Step seconds as strategies of the same degrees are compared: plain ones win near-ties."""
+    return item.step_seconds * (1 + VIRTUAL_PRICE * (item.strategy.pp_interleave_num - 1))
 
 
 def _bound(est: Estimator, cut: Cut) -> float:
@@ -386,7 +393,7 @@ def devices_that_fit(job: Job, devices: int, limit: int = 64) -> int | None:
         if factor > limit or devices * factor > MAX_DEVICES:
             return None
         bigger = job_with_batch(job, max(job.global_batch, devices * factor))
-        if search(bigger, devices * factor, top=1).best:
+        if search(bigger, devices * factor, top=1, fixed=Fixed(batch_size=1)).best:
             return devices * factor
     return None
 

@@ -253,7 +253,7 @@ def check_layout(resolved: Resolved, layout: Layout, unread: list[Violation]) ->
     layout.devices_per_host = job.device.devices_per_host
     violations = [*unread, *check(layout)]
     checked = Checked(layout, violations)
-    if any(item.rule == "degrees.positive" for item in violations):
+    if any(item.rule == "degrees.positive" for item in violations) or layout.num_experts > 1:
         return checked
     wanted = _as_wanted(layout)
     est = Estimator(job)

@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field
 from mindferry.errors import UsageError, did_you_mean
 from mindferry.spec import DType, ModelSpec, NonNegativeFloat, PositiveFloat, PositiveInt, Spec, spec_from
 
-MAX_FILE_BYTES = 4 << 20
+MAX_FILE_BYTES = 1 << 19
+MAX_BRACKETS = 50
 _DATA = Path(__file__).parent / "data"
 
 
@@ -24,6 +25,13 @@ class Device(Spec):
         element_wise_passes: how often a layer's saved activations travel through memory in element-wise
             work, a forward and backward pass together; 0 where the efficiencies above already hold that time.
         layer_overhead: seconds of starting kernels in one layer's forward; twice that in its backward.
+        gemm_passes: factor on the time of matrix products, beside the efficiencies.
+        attention_passes, head_passes, optimizer_passes: as element_wise_passes for the s x s scores (None: the
+            same), for the logits, and a factor on the optimizer's traffic.
+        step_overhead: seconds a step takes beside all that.
+        static_factor, activation_factor, attention_factor, logit_factor: what the memory formulas for model states,
+            activations, scores and logits are to be multiplied by.
+        resident_bytes: memory of the process beside all that.
         usable_memory: share of memory_bytes a run may plan with.
         overlap: share of tensor-parallel communication hidden behind computation.
         confidence: of the data sheet numbers; `measured` after a calibration.
@@ -42,6 +50,16 @@ class Device(Spec):
     gemm_efficiency_backward: float = Field(default=0.55, gt=0, le=1)
     element_wise_passes: NonNegativeFloat = 0.0
     layer_overhead: NonNegativeFloat = 5e-5
+    gemm_passes: NonNegativeFloat = 1.0
+    attention_passes: NonNegativeFloat | None = None
+    head_passes: NonNegativeFloat = 0.0
+    optimizer_passes: NonNegativeFloat = 1.0
+    step_overhead: NonNegativeFloat = 0.0
+    static_factor: NonNegativeFloat = 1.0
+    activation_factor: NonNegativeFloat = 1.0
+    attention_factor: NonNegativeFloat = 1.0
+    logit_factor: NonNegativeFloat = 1.0
+    resident_bytes: NonNegativeFloat = 0.0
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     overlap: float = Field(default=0.0, ge=0, lt=1)
     confidence: Literal["high", "medium", "low", "measured"] = "low"
@@ -125,7 +143,7 @@ def load_yaml(path: Path) -> Any:
         )
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_alias_bombs(text, path)
+        _refuse_bombs(text, path)
         return YAML(typ="safe", pure=True).load(text)
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not UTF-8 text", remedy="give a YAML file", id="plan.not-yaml") from None
@@ -136,10 +154,16 @@ def load_yaml(path: Path) -> Any:
         ) from None
 
 
-def _refuse_alias_bombs(text: str, path: Path) -> None:
+def _refuse_bombs(text: str, path: Path) -> None:
     # Aliases of aliases grow exponentially once walked; a training YAML has a handful.
     import re
 
+    if re.search(r"[\[{]\s*" * MAX_BRACKETS, text):
+        raise UsageError(
+            f"{path}: more than {MAX_BRACKETS} brackets inside each other",
+            remedy="write it flatter",
+            id="plan.not-yaml",
+        )
     if len(re.findall(r"(?:^|[\s\[,{:-])\*[A-Za-z_][\w-]*", text)) > 500:
         raise UsageError(f"{path}: more than 500 YAML aliases", remedy="write values out", id="plan.not-yaml")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindferry.errors import UsageError
 from mindferry.planning.estimate import Job
+from mindferry.planning.runfile import ALIASES
 from mindferry.planning.settings import load_yaml
 from mindferry.planning.strategy import Strategy
 from mindferry.spec import ModelSpec
@@ -146,7 +147,7 @@ def _gpt2(job: Job, params_dtype: str) -> dict[str, Any] | None:
         return None
     recipe = Recipe(
         schedule=Schedule(learning_rate=3e-4, warmup_steps=100, total_steps=1000),
-        precision=Precision(compute=job.compute_dtype, params=params_dtype),  # type: ignore[arg-type]
+        precision=Precision.model_validate({"compute": job.compute_dtype, "params": params_dtype}),
         seq_length=job.seq_length,
     )
     content = run_yaml.build(job.model, recipe, steps_per_epoch=1000, layer_spec="reference", device="Ascend")
@@ -300,29 +301,44 @@ def _updated(base: Path, st: Strategy, job: Job) -> str:
     yaml = YAML(typ="rt")
     yaml.width = 110
     yaml.preserve_quotes = True
+    yaml.boolean_representation = ["False", "True"]  # type: ignore[attr-defined]
+    yaml.indent(mapping=2, sequence=4, offset=2)
     content = yaml.load(base.read_text(encoding="utf-8"))
     columns = (content.get("train_dataset") or {}).get("input_columns")
-    _merge(content, sections(st, job, tuple(columns) if isinstance(columns, list) else COLUMNS))
+    wanted = sections(st, job, tuple(columns) if isinstance(columns, list) else COLUMNS)
+    wanted.pop("use_legacy")
+    _leave_behind(content, st)
+    config = content.setdefault("model", {}).setdefault("model_config", {})
+    sizes = {"num_layers": job.model.num_layers, **wanted["model"]["model_config"]}
+    wanted["model"]["model_config"] = {_spelling(config, name): value for name, value in sizes.items()}
+    _merge(content, _flow(wanted))
     stream = io.StringIO()
     yaml.dump(content, stream)
     return stream.getvalue()
+
+
+def _spelling(config: Mapping[str, Any], name: str) -> str:
+    """The spelling of `name` that `config` uses; two spellings of one key are an error to mindformers."""
+    return next((key for key in ALIASES.get(name, (name,)) if key in config), name)
+
+
+def _leave_behind(content: Any, st: Strategy) -> None:
+    """Take out of a YAML what an earlier strategy set and this one contradicts."""
+    parallel = content.get("parallel") or {}
+    if st.pp_interleave_num == 1:
+        parallel.pop("pipeline_config", None)
+        ((content.get("model") or {}).get("model_config") or {}).pop("pp_interleave_num", None)
+    (parallel.get("parallel_optimizer_config") or {}).pop("gradient_accumulation_shard", None)
+    if not st.optimizer_shard_level:
+        parallel.pop("parallel_optimizer_config", None)
+    if content.get("micro_batch_interleave_num", 1) != 1:
+        content["micro_batch_interleave_num"] = 1
 
 
 def _dump(content: dict[str, Any]) -> str:
     """YAML text that 1.1 and 1.2 readers take alike (PyYAML reads 1e-05 as a string); inner lists on one
     line."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.comments import CommentedSeq
-
-    def flow(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: flow(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            out = CommentedSeq([flow(item) for item in value])
-            if not any(isinstance(item, Mapping) for item in value):
-                out.fa.set_flow_style()
-            return out
-        return value
 
     yaml = YAML(typ="rt")
     yaml.width = 110
@@ -332,8 +348,22 @@ def _dump(content: dict[str, Any]) -> str:
         lambda rep, value: rep.represent_scalar("tag:yaml.org,2002:float", float_text(value)),
     )
     stream = io.StringIO()
-    yaml.dump(flow(content), stream)
+    yaml.dump(_flow(content), stream)
     return stream.getvalue()
+
+
+def _flow(value: Any) -> Any:
+    """`value` with its lists of plain values marked to be written on one line."""
+    from ruamel.yaml.comments import CommentedSeq
+
+    if isinstance(value, Mapping):
+        return {key: _flow(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        out = CommentedSeq([_flow(item) for item in value])
+        if not any(isinstance(item, Mapping) for item in value):
+            out.fa.set_flow_style()
+        return out
+    return value
 
 
 def float_text(value: float) -> str:

@@ -1,0 +1,185 @@
+"""Measures one thing in a process of its own and writes it as JSON: python machine_worker.py KIND ARGS OUT.
+
+The planner itself imports no MindSpore; what needs it runs here. ARGS and OUT: a JSON object, and the file to write.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _best(call: Callable[[], Any], seconds: float = 2.0) -> float:
+    """Shortest time of repeated calls within `seconds`, after one to warm up."""
+    call()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _product(operator: Any, x: Any, y: Any) -> Any:
+    return operator(x, y).asnumpy().flat[0]  # waits for the result
+
+
+def gemm(args: dict[str, Any]) -> dict[str, Any]:
+    """FLOP/s of float32 products of a GPT-2 layer's shapes, forward and both backward forms, through MindSpore."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import ops
+
+    rng = np.random.default_rng(0)
+    flops = seconds = 0.0
+    for m, k, n in ((1024, 768, 2304), (1024, 768, 3072), (1024, 3072, 768)):
+        a = ms.Tensor(rng.standard_normal((m, k), np.float32))
+        b = ms.Tensor(rng.standard_normal((k, n), np.float32))
+        g = ms.Tensor(rng.standard_normal((m, n), np.float32))
+        for x, y, ta, tb in ((a, b, False, False), (g, b, False, True), (a, g, True, False)):
+            seconds += _best(functools.partial(_product, ops.MatMul(ta, tb), x, y), 0.7)
+            flops += 2.0 * m * k * n
+    return {"flops": flops / seconds}
+
+
+def bandwidth(args: dict[str, Any]) -> dict[str, Any]:
+    """Bytes/s of c = a + b on arrays far beyond the caches, through MindSpore."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import ops
+
+    size = 1 << 25
+    a, b = ms.Tensor(np.ones(size, np.float32)), ms.Tensor(np.ones(size, np.float32))
+    add = ops.Add()
+    seconds = _best(lambda: add(a, b).asnumpy().flat[0])
+    return {"bytes_per_second": 12.0 * size / seconds}
+
+
+def collective(args: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of an all-reduce of several sizes between the processes that msrun started."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import ops
+    from mindspore.communication import get_group_size, init
+
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    init()
+    reduce = ops.AllReduce()
+
+    class Net(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reduce = reduce
+
+        def construct(self, x):
+            return self.reduce(x)
+
+    net, times = Net(), {}
+    for size in args["sizes"]:
+        x = ms.Tensor(np.ones(size // 4, np.float32))
+        net(x).asnumpy()
+        rounds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            net(x).asnumpy()
+            rounds.append(time.perf_counter() - start)
+        times[str(size)] = sorted(rounds)[3]
+    return {"ranks": get_group_size(), "seconds": times}
+
+
+def step(args: dict[str, Any]) -> dict[str, Any]:
+    """Step times and peak memory of a few real training steps of a GPT-2 of the given size, random weights."""
+    from mindferry.spec import Precision, Recipe, Schedule
+    from mindferry.targets import run_yaml
+    from mindferry.targets.run_directory import RunDirectory
+    from mindferry.training.engine import Options, train
+
+    root = Path(args["root"])
+    spec = _spec(args)
+    steps, batch, seq = args["steps"], args["batch_size"], args["seq_length"]
+    recipe = Recipe(schedule=Schedule(kind="constant", learning_rate=1e-4, total_steps=steps), precision=Precision(),
+                    seq_length=seq, batch_size=batch)  # fmt: skip
+    content = run_yaml.build(spec, recipe, steps_per_epoch=steps, layer_spec=args["layer_spec"], device="CPU")
+    content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "run.yaml").write_text(run_yaml.dump(content), encoding="utf-8")
+    _random_weights(root / "model", spec)
+    _random_rows(root / "data", spec.vocab_size, seq, batch * steps)
+    run = RunDirectory.open(root)
+    records: list[dict[str, Any]] = []
+    train(run, Options(on_step=records.append))
+    return {"seconds": [r["compute_time"] for r in records], "peak_bytes": records[-1]["peak_memory_bytes"]}
+
+
+def _spec(args: dict[str, Any]) -> Any:
+    from mindferry.planning import settings
+
+    base = settings.preset("gpt2")
+    changes = {
+        "num_layers": args["num_layers"],
+        "embedding_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return base.model_copy(update=changes)
+
+
+def _random_weights(folder: Path, spec: Any) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    h, f, rng = spec.hidden_size, spec.ffn_hidden_size, np.random.default_rng(0)
+
+    def matrix(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32) * np.float32(0.02)
+
+    tensors = {"embedding.word_embeddings.weight": matrix(spec.vocab_size, h),
+               "embedding.position_embeddings.weight": matrix(spec.max_position_embeddings, h)}  # fmt: skip
+    norms = ["decoder.final_layernorm"]
+    for i in range(spec.num_layers):
+        layer = f"decoder.layers.{i}"
+        norms += [f"{layer}.input_layernorm", f"{layer}.pre_mlp_layernorm"]
+        for name, rows, columns in (("self_attention.linear_qkv", 3 * h, h), ("self_attention.linear_proj", h, h),
+                                    ("mlp.linear_fc1", f, h), ("mlp.linear_fc2", h, f)):  # fmt: skip
+            tensors[f"{layer}.{name}.weight"] = matrix(rows, columns)
+            tensors[f"{layer}.{name}.bias"] = np.zeros(rows, np.float32)
+    for name in norms:
+        tensors[f"{name}.gamma"], tensors[f"{name}.beta"] = np.ones(h, np.float32), np.zeros(h, np.float32)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _random_rows(folder: Path, vocab: int, seq: int, rows: int) -> None:
+    import numpy as np
+    from mindspore.mindrecord import FileWriter
+
+    folder.mkdir(exist_ok=True)
+    writer = FileWriter(str(folder / "train.mindrecord"), shard_num=1, overwrite=True)
+    columns = ("input_ids", "labels", "loss_mask", "position_ids")
+    writer.add_schema({name: {"type": "int32", "shape": [seq]} for name in columns}, "random")
+    rng = np.random.default_rng(0)
+    for _ in range(rows):
+        tokens = rng.integers(0, vocab, seq + 1, dtype=np.int32)
+        writer.write_raw_data([{"input_ids": tokens[:-1], "labels": tokens[1:], "loss_mask": np.ones(seq, np.int32),
+                                "position_ids": np.arange(seq, dtype=np.int32)}])  # fmt: skip
+    writer.commit()
+
+
+KINDS = {"gemm": gemm, "bandwidth": bandwidth, "collective": collective, "step": step}
+
+
+def main() -> None:
+    kind, args, out = sys.argv[1:4]
+    result = KINDS[kind](json.loads(args))
+    if int(os.environ.get("RANK_ID", "0")) == 0:
+        Path(out).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
