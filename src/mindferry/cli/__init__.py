@@ -36,7 +36,7 @@ def _main(
 
 
 # The verbs, in the order of --help. Each module has `register(app)` and imports its work when called.
-COMMANDS = ("migrate", "verify", "train")
+COMMANDS = ("migrate", "verify", "train", "plan")
 
 
 def _register() -> None:

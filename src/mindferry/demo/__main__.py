@@ -17,7 +17,7 @@ TRAIN_STEPS = 100
 
 def _mindferry(*arguments: str) -> dict:
     """Run one command as a person would, and return its JSON."""
-    say(f"\n$ mindferry {shlex.join(arguments)}")
+    say(f"$ mindferry {shlex.join(arguments)}")
     done = subprocess.run(
         [sys.executable, "-m", "mindferry", *arguments, "--json"],
         stdout=subprocess.PIPE,

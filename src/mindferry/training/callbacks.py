@@ -15,6 +15,7 @@ import numpy as np
 from mindspore.train.callback import Callback
 
 from mindferry.training import checkpoints
+from mindferry.training.interruption import Interruption
 
 
 def peak_memory_bytes() -> int:
@@ -60,18 +61,19 @@ class StepMetrics(Callback):
         start_step: int,
         last_step: int,
         on_step: Callable[[dict[str, Any]], None],
-        signal_received: Callable[[], int],
+        interruption: Interruption,
         on_batch: Callable[[int, tuple[Any, ...]], None] | None = None,
     ) -> None:
         super().__init__()
         self._path, self._outcome, self._start, self._last = path, outcome, start_step, last_step
-        self._on_step, self._signal_received, self._on_batch = on_step, signal_received, on_batch
+        self._on_step, self._interruption, self._on_batch = on_step, interruption, on_batch
 
     def on_train_begin(self, run_context: Any) -> None:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in on_train_end
         self._previous_end = time.perf_counter()
 
     def on_train_step_begin(self, run_context: Any) -> None:
+        self._interruption.arm()
         self._begin = time.perf_counter()
         self._batch = run_context.original_args().train_dataset_element
         if self._on_batch is not None:
@@ -104,7 +106,7 @@ class StepMetrics(Callback):
         self._outcome.losses[step] = math.nan if loss is None else loss
         self._outcome.last_step = step
         self._on_step(record)
-        self._outcome.signal = self._signal_received()
+        self._outcome.signal = self._interruption.number
         if self._outcome.signal:
             run_context.request_stop()
         if step >= self._last:

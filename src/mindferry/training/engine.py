@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
 from mindferry.training import compat
+from mindferry.training.interruption import Interruption
 from mindferry.training.weights_check import check_weights
 
 MODES = {"graph": 0, "pynative": 1}
@@ -143,9 +142,6 @@ def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
     return config
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 @contextmanager
 def _working_in(directory: Path) -> Iterator[None]:
     """MindSpore leaves kernel files (akg_kernel_meta, *.log) in the working directory; let that be ours."""
@@ -156,33 +152,6 @@ def _working_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """First Ctrl-C or SIGTERM: finish the step and save. Second: end at once, by the system's default.
-
-    Yields a function that returns the number of the first signal, or 0.
-    """
-    received: list[int] = []
-
-    def first(number: int, frame: Any) -> None:
-        received.append(number)
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-
-    def which() -> int:
-        return received[0] if received else 0
-
-    if threading.current_thread() is not threading.main_thread():
-        yield which
-        return
-    before = {number: signal.signal(number, first) for number in _SIGNALS}
-    try:
-        yield which
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _trim_metrics(path: Path, step: int) -> None:
@@ -324,14 +293,14 @@ def _fit(
 
     monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
     state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
-    with _signals() as signal_received:
+    with Interruption() as interruption:
         weights = Path(content["load_checkpoint"])
         parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
         if checkpoint:
             parts.append(callbacks.RestoreOptimizer(checkpoint, model))
         parts.append(
             callbacks.StepMetrics(
-                run.metrics, outcome, start, last, options.on_step, signal_received, options.on_batch
+                run.metrics, outcome, start, last, options.on_step, interruption, options.on_batch
             )
         )
         if monitor is not None:
