@@ -434,3 +434,18 @@ def test_help_has_an_example_and_start_up_is_cheap():
     seconds, heavy = out.split(maxsplit=1)
     assert heavy.strip() == "[]"
     assert float(seconds) < 1.5
+
+
+def test_a_model_directory_is_planned_without_loading_its_weights(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=6, n_head=4, n_positions=128, vocab_size=501)
+    ).save_pretrained(tmp_path)
+    out, code = answer("--model", tmp_path, "--devices", 4, "--model-parallel", 2)
+    assert code == 0
+    assert out["model"]["num_layers"] == 6
+    assert out["parameters"] == 501 * 64 + 128 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert out["strategies"][0]["vocab_size"] == 512
+    missing = call("--model", tmp_path / "none", "--devices", 4)
+    assert missing.exit_code == 2

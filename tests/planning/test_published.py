@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import published as pub
 
 from mindferry.planning import settings
-from mindferry.planning.estimate import Estimator, Job, collective_seconds
+from mindferry.planning.communication import collective_seconds
+from mindferry.planning.estimate import Estimator, Job
 from mindferry.planning.formulas import FORMULAS
 from mindferry.planning.strategy import Strategy, strategy_for
 

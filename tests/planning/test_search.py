@@ -11,8 +11,9 @@ from hypothesis import settings as hsettings
 from hypothesis import strategies as hs
 
 from mindferry.planning import constraints, settings
+from mindferry.planning.communication import collective_seconds
 from mindferry.planning.draw import memory_svg, schedule, schedule_svg
-from mindferry.planning.estimate import Estimator, Job, collective_seconds
+from mindferry.planning.estimate import Estimator, Job
 from mindferry.planning.formulas import FORMULAS
 from mindferry.planning.fromlayout import strategy_of
 from mindferry.planning.layout import layout_of

@@ -186,6 +186,7 @@ def _ranking(resolved: Resolved, found: Found, name: str) -> tuple[dict[str, Any
         "",
         report.stage_table(best),
         "",
+        report.breakdown(best),
         *_derivation(resolved, best, (low, high)),
         _stability(ranges),
         f"device figures: {job.device.confidence} confidence; {job.device.source}",

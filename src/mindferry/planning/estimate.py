@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mindferry.planning.communication import collective_seconds, hop_seconds
 from mindferry.planning.formulas import FORMULAS
 from mindferry.planning.settings import Convention, Device
 from mindferry.planning.strategy import Strategy
@@ -386,7 +386,7 @@ class Estimator:
         layer = self.layer(st, sym)
         busy, comm_stage = self._stage_seconds(st, sym, layer)
         p2p_bytes = FORMULAS["comm.pipeline"](sym) if st.pipeline_stage > 1 else 0.0
-        hop = _hop_seconds(st, p2p_bytes, dev)
+        hop = hop_seconds(st, p2p_bytes, dev)
         stage = busy + comm_stage + 2 * hop
         slowest, whole_pass = float(stage.max()), float(stage.sum())
         pipe = FORMULAS["pipeline.step"]({**sym, "slowest": slowest, "whole_pass": whole_pass})
@@ -487,41 +487,3 @@ class Estimator:
             "pipeline": 2 * p2p * st.micro_batch_num,
             "data_parallel": gradient,
         }
-
-
-def collective_seconds(kind: str, size: float, ranks: int, stride: int, device: Device) -> float:
-    """Seconds of a ring `all_reduce` or `all_gather` (reduce-scatter alike) of `size` bytes.
-
-    Args:
-        size: bytes of the whole tensor on one rank (after the gather, for all_gather).
-        ranks: ranks in the group.
-        stride: distance of neighbours in rank numbers; mindformers lays model parallel innermost.
-
-    A group that spans hosts goes inside a host first, then between hosts on the part each rank then owns.
-    """
-    if ranks <= 1 or size <= 0:
-        return 0.0
-    inside = min(ranks, max(1, device.devices_per_host // max(1, stride)))
-    while ranks % inside:
-        inside -= 1
-    outside = ranks // inside
-    factor = 2 if kind == "all_reduce" else 1
-    seconds = 0.0
-    if inside > 1:
-        beta = device.bandwidth(True)
-        seconds += factor * ((inside - 1) * device.intra_host_latency + (inside - 1) / inside * size / beta)
-    if outside > 1:
-        beta = device.bandwidth(False)
-        part = size / inside
-        # Rings of hundreds of hosts are run as trees: latency grows with the logarithm beyond 16.
-        hops = outside - 1 if outside <= 16 else 15 + math.log2(outside / 16) * 4
-        seconds += factor * (hops * device.inter_host_latency + (outside - 1) / outside * part / beta)
-    return seconds
-
-
-def _hop_seconds(st: Strategy, size: float, device: Device) -> float:
-    if st.pipeline_stage == 1:
-        return 0.0
-    inside = st.devices <= device.devices_per_host
-    latency = device.intra_host_latency if inside else device.inter_host_latency
-    return latency * st.pp_interleave_num + size / device.bandwidth(inside)

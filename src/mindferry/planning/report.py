@@ -109,6 +109,22 @@ def stage_table(estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
+def breakdown(estimate: Estimate) -> str:
+    """Where the step's time goes, and what a device sends in a step."""
+    step = estimate.step_seconds
+    shares = [
+        f"{name.replace('_', ' ')} {100 * s / step:.1f} %"
+        for name, s in estimate.parts.items()
+        if s >= 0.0005 * step
+    ]
+    sent = [
+        f"{name.replace('_', ' ')} {size / 1e9:.3g} GB"
+        for name, size in estimate.communication_bytes.items()
+        if size
+    ]
+    return f"step of the first: {', '.join(shares)}\nsent a device and step: {', '.join(sent) or 'nothing'}"
+
+
 _SHORT = {
     "parameters": "parameters",
     "gradients": "gradients",

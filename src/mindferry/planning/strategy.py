@@ -94,7 +94,12 @@ class Strategy:
             parts.append(f"level{self.optimizer_shard_level}{size}")
         if self.use_seq_parallel:
             parts.append("SP")
-        parts.append(f"recompute {self.recompute_name}")
+        stages = [i for i, n in enumerate(self.recompute) if n]
+        if self.pipeline_stage > 4 and stages and self.recompute_name != "full":
+            extra = " + select" if self.select else ""
+            parts.append(f"recompute {sum(self.recompute)} layers on {len(stages)} stages{extra}")
+        else:
+            parts.append(f"recompute {self.recompute_name}")
         return ", ".join(parts)
 
     def with_(self, **changes: Any) -> Strategy:

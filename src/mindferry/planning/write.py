@@ -54,7 +54,10 @@ def sections(st: Strategy, job: Job, columns: tuple[str, ...] = COLUMNS) -> dict
     if st.pp_interleave_num > 1:
         parallel["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": "1f1b"}
     full = st.recompute_name == "full"
-    model_config: dict[str, Any] = {"seq_length": job.seq_length, "offset": st.offset(job.model.num_layers)}
+    model_config: dict[str, Any] = {"seq_length": job.seq_length}
+    offset = st.offset(job.model.num_layers)
+    if offset != 0:
+        model_config["offset"] = offset
     if st.pp_interleave_num > 1:
         model_config["pp_interleave_num"] = st.pp_interleave_num
     if st.vocab_size and st.vocab_size != job.model.vocab_size:
@@ -328,6 +331,9 @@ def _leave_behind(content: Any, st: Strategy) -> None:
     if st.pp_interleave_num == 1:
         parallel.pop("pipeline_config", None)
         ((content.get("model") or {}).get("model_config") or {}).pop("pp_interleave_num", None)
+    config = (content.get("model") or {}).get("model_config") or {}
+    if config.get("offset"):
+        config["offset"] = 0
     (parallel.get("parallel_optimizer_config") or {}).pop("gradient_accumulation_shard", None)
     if not st.optimizer_shard_level:
         parallel.pop("parallel_optimizer_config", None)
