@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
 from mindferry.errors import MindferryError
-from mindferry.weights.conversion import DTYPES
+from mindferry.weights.dtypes import DTYPES
 from mindferry.weights.rules import BoundRules, Step
 from mindferry.weights.tensor_store import Shape, TensorStore, listing
 from mindferry.weights.writer import Item
@@ -54,24 +53,25 @@ def _items(
     """One item for each source of the step; the backward transform runs once for all of them."""
     done: dict[str, np.ndarray] = {}
 
-    def make(source: str, dtype: np.dtype[Any]) -> np.ndarray:
+    def make(source: str) -> np.ndarray:
         if source not in done:
             if store is None:
-                array = np.zeros(step.target_shape, dtype)
+                array = np.zeros(step.target_shape, np.float32)
             else:
                 array = store.read(step.target)
             done.update(zip(step.sources, step.chain.backward([array]), strict=True))
-        result = np.ascontiguousarray(done.pop(source), dtype=dtype)
+        return done.pop(source)
+
+    def release(not_finite: int) -> None:
         if not done and store is not None:
             store.release(step.target)
-        return result
 
     result = []
     for source, shape in zip(step.sources, step.source_shapes, strict=True):
         wanted = dtype_of(source)
         found = store.dtype(step.target) if store is not None else DTYPES["float32"]
         dtype = DTYPES[wanted] if wanted is not None else found
-        result.append(Item(name_of(source), shape, dtype, lambda s=source, d=dtype: make(s, d)))  # type: ignore[misc]
+        result.append(Item(name_of(source), shape, dtype, lambda s=source: make(s), release))  # type: ignore[misc]
     return result
 
 

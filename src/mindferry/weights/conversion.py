@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from mindferry.errors import MindferryError, UsageError
+from mindferry.weights.dtypes import DTYPES, count_not_finite
 from mindferry.weights.rules import Plan, Step, make_plan
 from mindferry.weights.tensor_store import TensorStore
 from mindferry.weights.writer import Item, write_checkpoint
@@ -18,11 +18,6 @@ from mindferry.weights.writer import Item, write_checkpoint
 if TYPE_CHECKING:
     from mindferry.sources import Source
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 MAX_SHARD_BYTES = 5 * 2**30
 
 
@@ -140,47 +135,30 @@ def _item(step: Step, store: TensorStore, dtype: str | None, warnings: list[str]
 
     def make() -> np.ndarray:
         if not step.sources:
-            return _filled(step, wanted)
-        arrays = [store.read(name) for name in step.sources]
-        result = step.chain.forward(arrays)[0]
-        with np.errstate(over="ignore", invalid="ignore"):
-            result = np.ascontiguousarray(result, dtype=wanted)
-        _note_not_finite(step, arrays, result, warnings)
+            return np.full(step.target_shape, 1 if step.rule.if_absent == "ones" else 0, wanted)
+        return step.chain.forward([store.read(name) for name in step.sources])[0]
+
+    def done(not_finite: int) -> None:
+        if not_finite:
+            _note_not_finite(step, store, not_finite, wanted, warnings)
+        # Only now: where nothing had to change, what was written is the mapped file itself.
         for name in step.sources:
             store.release(name)
-        return result
 
-    return Item(step.target, step.target_shape, wanted, make)
-
-
-def _filled(step: Step, dtype: np.dtype[Any]) -> np.ndarray:
-    return np.full(step.target_shape, 1 if step.rule.if_absent == "ones" else 0, dtype)
+    return Item(step.target, step.target_shape, wanted, make, done)
 
 
-def count_not_finite(array: np.ndarray) -> int:
-    """How many elements are NaN or infinite.
-
-    A sum is finite only if every element is, and costs one pass without a temporary; only when it is not
-    (or overflows) are the elements looked at one by one.
-    """
-    if array.dtype == DTYPES["bfloat16"]:
-        exponent = np.uint16(0x7F80)
-        return int(np.count_nonzero((array.view(np.uint16) & exponent) == exponent))
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(array.sum(dtype=array.dtype if array.dtype.itemsize >= 4 else np.float32)):
-            return 0
-    return int(array.size - np.count_nonzero(np.isfinite(array)))
-
-
-def _note_not_finite(step: Step, arrays: list[np.ndarray], result: np.ndarray, warnings: list[str]) -> None:
-    bad = count_not_finite(result)
-    if not bad:
-        return
+def _note_not_finite(
+    step: Step, store: TensorStore, bad: int, dtype: np.dtype[Any], warnings: list[str]
+) -> None:
+    """Say which source tensor NaNs and infinities come from, or that the new type is too narrow."""
     in_source = False
-    for name, array in zip(step.sources, arrays, strict=True):
-        count = count_not_finite(np.ascontiguousarray(array))
+    for name in step.sources:
+        array = np.ascontiguousarray(store.read(name))
+        count = count_not_finite(array)
         if count:
             in_source = True
             warnings.append(f"{name}: {count} of {array.size} values are NaN or infinite")
     if not in_source:
-        warnings.append(f"{step.target}: {bad} of {result.size} values do not fit into {result.dtype.name}")
+        size = int(np.prod(step.target_shape))
+        warnings.append(f"{step.target}: {bad} of {size} values do not fit into {dtype.name}")

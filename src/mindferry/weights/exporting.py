@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindferry.errors import MindferryError, UsageError
 from mindferry.weights.backward import backward_items
-from mindferry.weights.conversion import DTYPES, MAX_SHARD_BYTES
+from mindferry.weights.conversion import MAX_SHARD_BYTES
+from mindferry.weights.dtypes import DTYPES, cast
 from mindferry.weights.rules import BoundRules, bind
 from mindferry.weights.tensor_store import TensorStore
 from mindferry.weights.transforms import Geometry, TargetLayout
@@ -269,7 +270,7 @@ def _write_nanogpt(
     torch = import_torch(out / "ckpt.pt")
     state: dict[str, Any] = {}
     for item in items:
-        array = item.make()
+        array = cast(item.make(), item.dtype)
         if array.dtype.kind == "V":  # numpy knows bfloat16 only as words
             state[item.name] = torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
         else:

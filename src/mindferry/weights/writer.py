@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,26 @@ from typing import Any
 import numpy as np
 
 from mindferry.errors import MindferryError
+from mindferry.weights.dtypes import cast, count_not_finite
 from mindferry.weights.tensor_store import SAFETENSORS_DTYPE, Shape
 
-_BLOCK_BYTES = 4 << 20  # hashed and written while still in the cache
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to write: `make` is called when its turn comes."""
+    """A tensor to write.
+
+    Attributes:
+        make: gives the array when its turn comes, of the right shape and of any floating-point type.
+        done: called with the number of values that are NaN or infinite, when all is written.
+    """
 
     name: str
     shape: Shape
     dtype: np.dtype[Any]
     make: Callable[[], np.ndarray]
+    done: Callable[[int], None] = lambda not_finite: None
 
     @property
     def nbytes(self) -> int:
@@ -143,9 +151,11 @@ def _write_file(
         _write_all(handle, len(header).to_bytes(8, "little") + header)
         for item in items:
             array = item.make()
-            if array.shape != item.shape or array.dtype != item.dtype:
-                raise AssertionError(f"{item.name}: made {array.dtype}{array.shape}, planned {item}")
-            digests[item.name] = _write_array(handle, array)
+            if array.shape != item.shape:
+                raise AssertionError(f"{item.name}: made {array.shape}, planned {item.shape}")
+            digests[item.name], not_finite = _write_array(handle, array, item.dtype)
+            del array
+            item.done(not_finite)
             if progress is not None:
                 progress(item.nbytes, item.name)
         os.fsync(handle.fileno())
@@ -153,14 +163,25 @@ def _write_file(
     return digests
 
 
-def _write_array(handle: Any, array: np.ndarray) -> str:
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-    digest = hashlib.sha256()
-    for start in range(0, len(data), _BLOCK_BYTES):
-        block = data[start : start + _BLOCK_BYTES]
-        digest.update(block)
-        _write_all(handle, block)
-    return digest.hexdigest()
+def _write_array(handle: Any, array: np.ndarray, dtype: np.dtype[Any]) -> tuple[str, int]:
+    """Cast, check, hash and write `array` in blocks that stay in the cache.
+
+    Returns:
+        (sha256 of the bytes written, number of values that are NaN or infinite).
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    count = _BLOCK_BYTES // dtype.itemsize
+    digest, not_finite = hashlib.sha256(), 0
+    # Hashing and writing both let go of the interpreter lock: a second core hashes while this one writes.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for start in range(0, flat.size, count):
+            block = cast(flat[start : start + count], dtype)
+            data = memoryview(block.view(np.uint8))  # type: ignore[arg-type]
+            hashed = pool.submit(digest.update, data)
+            not_finite += count_not_finite(block)
+            _write_all(handle, data)
+            hashed.result()
+    return digest.hexdigest(), not_finite
 
 
 def _write_all(handle: Any, data: Any) -> None:
