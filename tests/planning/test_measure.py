@@ -100,9 +100,8 @@ def test_damaged_calibration_files_and_logs(tmp_path):
     log.write_text("nothing here\n")
     with pytest.raises(MindferryError, match="Used peak memory usage"):
         calibration.dryrun_peak(log)
-    log.write_text(
-        "Used peak memory usage (without fragments): 23716M\nActual peak memory usage (with fragments): 26244M\n"
-    )
+    used, actual = "Used peak memory usage (without fragments)", "Actual peak memory usage (with fragments)"
+    log.write_text(f"{used}: 23716M\n{actual}: 26244M\n")
     assert calibration.dryrun_peak(log) == 23716 << 20
     log.write_text(f"{actual}: 26244M\n")
     assert calibration.dryrun_peak(log) == 26244 << 20

@@ -437,15 +437,43 @@ def test_help_has_an_example_and_start_up_is_cheap():
 
 
 def test_a_model_directory_is_planned_without_loading_its_weights(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import numpy as np
+    from safetensors.numpy import save_file
 
-    GPT2LMHeadModel(
-        GPT2Config(n_embd=64, n_layer=6, n_head=4, n_positions=128, vocab_size=501)
-    ).save_pretrained(tmp_path)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 6, "n_head": 4,
+              "n_positions": 128, "vocab_size": 501, "activation_function": "gelu_new"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"wte.weight": (501, 64), "wpe.weight": (128, 64), "ln_f.weight": (64,), "ln_f.bias": (64,)}
+    for i in range(6):
+        for name, shape in (("ln_1.weight", (64,)), ("ln_1.bias", (64,)), ("ln_2.weight", (64,)), ("ln_2.bias", (64,)),
+                            ("attn.c_attn.weight", (64, 192)), ("attn.c_attn.bias", (192,)),
+                            ("attn.c_proj.weight", (64, 64)), ("attn.c_proj.bias", (64,)),
+                            ("mlp.c_fc.weight", (64, 256)), ("mlp.c_fc.bias", (256,)),
+                            ("mlp.c_proj.weight", (256, 64)), ("mlp.c_proj.bias", (64,))):  # fmt: skip
+            shapes[f"h.{i}.{name}"] = shape
+    tensors = {f"transformer.{name}": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
     out, code = answer("--model", tmp_path, "--devices", 4, "--model-parallel", 2)
-    assert code == 0
+    assert code == 0, out
     assert out["model"]["num_layers"] == 6
-    assert out["parameters"] == 501 * 64 + 128 * 64 + 6 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert out["parameters"] == sum(int(np.prod(shape)) for shape in shapes.values())
     assert out["strategies"][0]["vocab_size"] == 512
-    missing = call("--model", tmp_path / "none", "--devices", 4)
-    assert missing.exit_code == 2
+    assert call("--model", tmp_path / "none", "--devices", 4).exit_code == 2
+
+
+def test_a_run_yaml_of_migrate_passes(tmp_path):
+    from mindferry.planning.settings import preset
+    from mindferry.spec import Recipe, Schedule
+    from mindferry.targets import run_yaml
+
+    recipe = Recipe(schedule=Schedule(learning_rate=1e-4, total_steps=10), seq_length=512, batch_size=4)
+    path = tmp_path / "run.yaml"
+    path.write_text(run_yaml.dump(run_yaml.build(preset("gpt2"), recipe, steps_per_epoch=10)))
+    out, code = answer("--check", path, "--devices", 1, "--device", "a100-80g")
+    assert code == 0, out["findings"]
+    assert out["strategies"][0]["global_batch_size"] == 4
+    target = tmp_path / "cluster.yaml"
+    out, code = answer("--model", path, "--devices", 16, "--pipeline-stage", 2, "--compute-dtype", "bfloat16",
+                       "--write", target)  # fmt: skip
+    assert code == 0, out["findings"]
+    assert answer("--check", target, "--devices", 16, "--compute-dtype", "bfloat16")[1] == 0
