@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
+import shlex
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ import numpy as np
 import pytest
 
 from mindferry.data import build_mindrecord, check_mindrecord, inspect_mindrecord
-from mindferry.data.mindrecord import windows, write_mindrecord
+from mindferry.data.mindrecord import write_mindrecord
+from mindferry.data.packing import Row, windows
 from mindferry.errors import MindferryError, UsageError
 
 from .conftest import EOD, help_texts
@@ -25,6 +30,13 @@ def write(directory: Path, texts: dict[str, str | bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return directory
+
+
+def two_rows() -> list[Row]:
+    """Rows of five tokens of the stream 0..10."""
+    tokens = np.arange(11, dtype=np.int32)
+    ones = np.ones(5, dtype=np.int32)
+    return [Row(tokens[i : i + 5], tokens[i + 1 : i + 6], ones) for i in (0, 5)]
 
 
 def rows_of(path: Path) -> list[dict[str, np.ndarray]]:
@@ -96,7 +108,7 @@ def test_id_beyond_the_vocabulary(tmp_path: Path, letters_tokenizer: dict[str, P
 
 def test_inspection_finds_what_a_run_would_miss(tmp_path: Path) -> None:
     path = tmp_path / "train.mindrecord"
-    write_mindrecord(path, np.arange(11, dtype=np.uint16), 5)
+    write_mindrecord(path, two_rows(), 5)
     info = inspect_mindrecord(path)
     assert info.rows == 2
     assert {name: (c.dtype, c.shape) for name, c in info.columns.items()} == dict.fromkeys(
@@ -133,7 +145,7 @@ def test_inspection_of_a_foreign_file(tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.mindrecord"
-    write_mindrecord(path, np.arange(11, dtype=np.uint16), 5)
+    write_mindrecord(path, two_rows(), 5)
     good = path.read_bytes()
     with_length = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
     assert with_length["schema"][0]["blob_fields"] == ["input_ids", "labels", "loss_mask", "position_ids"]
@@ -228,7 +240,7 @@ def test_report(built: dict[str, Any], tokenizer_dir: Path) -> None:
     report = built["report"]
     data = json.loads(json.dumps(report.to_json()))
     assert data["columns"]["labels"] == {"dtype": "int32", "shape": [64]}
-    assert data["files"] == ["train.mindrecord", "train.mindrecord.db"]
+    assert data["files"] == ["train.mindrecord.db", "train.mindrecord"]
     assert data["tokens"] == data["sequences"] * 64 + 1 + data["leftover_tokens"]
     assert data["documents"] == sum(bool(text.strip()) for text in help_texts())
     assert data["warnings"] == []
@@ -275,7 +287,7 @@ def test_missing_path_and_tokenizer(tmp_path: Path, letters_tokenizer: dict[str,
     with pytest.raises(UsageError, match="nowhere: no such file or directory"):
         build_mindrecord([tmp_path / "nowhere"], letters_tokenizer, tmp_path / "o", **sizes)
     corpus = write(tmp_path / "c", {"a.txt": "abc", "vocab.json": "{}"})
-    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.json \+ merges\.txt"):
+    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.json \+ merges\.txt nor"):
         build_mindrecord([corpus], {}, tmp_path / "o", **sizes)
     with pytest.raises(UsageError, match=r"merges\.txt is missing"):
         build_mindrecord([corpus], {"vocab.json": corpus / "vocab.json"}, tmp_path / "o", **sizes)
@@ -355,23 +367,60 @@ def test_progress_counts_bytes(tmp_path: Path, tokenizer_files: dict[str, Path])
     assert bar.total == sum(len(text.encode()) for text in help_texts(10))
 
 
-def test_full_disk(tmp_path: Path, tokenizer_files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spool hits the end of a real device: /dev/full takes no byte."""
+def test_full_device(
+    tmp_path: Path, tokenizer_files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token file lies on a real device that takes no byte."""
     corpus = write(tmp_path / "c", {"a.txt": "".join(help_texts(5))})
-    import builtins
-
     real = builtins.open
 
     def open_full(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return real("/dev/full" if mode == "wb" else path, mode, *args, **kwargs)
+        return real("/dev/full" if str(path).endswith("tokens") else path, mode, *args, **kwargs)
 
-    monkeypatch.setattr("mindferry.data.build.open", open_full, raising=False)
+    monkeypatch.setattr("mindferry.data.megatron.open", open_full, raising=False)
     with pytest.raises(MindferryError, match=r"no space for the data: about \d+ bytes needed") as caught:
         build_mindrecord(
             [corpus], tokenizer_files, tmp_path / "o", seq_length=8, vocab_size=600, eos_token_id=0
         )
     assert caught.value.id == "disk.full"
     assert not (tmp_path / "o").exists()
+
+
+_ON_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+from mindferry.data import build_mindrecord
+from mindferry.errors import MindferryError
+corpus, tokenizer, disk = map(Path, sys.argv[1:])
+for kind in ("existing", "new"):
+    out = disk if kind == "existing" else disk / "new"
+    try:
+        build_mindrecord([corpus], {"tokenizer.json": tokenizer}, out, seq_length=64, vocab_size=600,
+                         eos_token_id=0)
+    except MindferryError as err:
+        assert err.id == "disk.full", err
+        print(err.message)
+    assert list(disk.iterdir()) == [], list(disk.iterdir())
+"""
+
+
+@pytest.mark.parametrize("kib", [64, 1500])
+def test_small_disk(tmp_path: Path, tokenizer_files: dict[str, Path], kib: int) -> None:
+    """A real file system that is too small: for the tokens, and for the rows."""
+    corpus = write(tmp_path / "c", {"a.txt": "\n".join(help_texts(80))})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = tmp_path / "build.py"
+    script.write_text(_ON_A_SMALL_DISK)
+    words = [sys.executable, str(script), str(corpus), str(tokenizer_files["tokenizer.json"]), str(disk)]
+    inside = f"mount -t tmpfs -o size={kib}k tmpfs {shlex.quote(str(disk))} && exec {shlex.join(words)}"
+    namespaces = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    probe = subprocess.run([*namespaces, "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip("needs leave to mount a small file system")
+    done = subprocess.run([*namespaces, "sh", "-c", inside], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("bytes needed") == 2
 
 
 def test_end_of_text_in_the_text_is_special(tmp_path: Path, tokenizer_dir: Path) -> None:

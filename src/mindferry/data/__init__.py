@@ -1,18 +1,28 @@
-"""Data: from text to what mindformers' datasets read.
+"""Data: from text, or tokens in any of the usual forms, to what mindformers' datasets read.
 
 Importing this loads numpy at most; the heavy libraries come with the first call.
 """
 
-from mindferry.data.build import build_mindrecord
+from mindferry.data.build import DataOptions, build_dataset, build_mindrecord
+from mindferry.data.inputs import CORPUS_SUFFIXES, find_sources
+from mindferry.data.megatron import MegatronDataset, open_megatron
 from mindferry.data.mindrecord import MindRecordInfo, check_mindrecord, inspect_mindrecord
 from mindferry.data.report import DataReport
-from mindferry.data.text_files import TEXT_SUFFIXES
+from mindferry.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
-    "TEXT_SUFFIXES",
+    "CORPUS_SUFFIXES",
+    "ByteTokenizer",
+    "DataOptions",
     "DataReport",
+    "MegatronDataset",
     "MindRecordInfo",
+    "Tokenizer",
+    "build_dataset",
     "build_mindrecord",
     "check_mindrecord",
+    "find_sources",
     "inspect_mindrecord",
+    "load_tokenizer",
+    "open_megatron",
 ]

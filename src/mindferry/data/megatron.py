@@ -290,8 +290,9 @@ class MegatronWriter:
         if os.fstat(handle.fileno()).st_size < keep:
             handle.close()
             raise MindferryError(f"{path}: shorter than its journal says", id="data.resume")
-        handle.truncate(keep)
-        handle.seek(keep)
+        if keep:
+            handle.truncate(keep)
+            handle.seek(keep)
         return handle
 
     def _path(self, what: str) -> Path:

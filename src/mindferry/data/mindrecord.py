@@ -7,20 +7,19 @@ with one row a sample.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mindferry.data.packing import Row
 from mindferry.errors import MindferryError, UsageError, printable
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # What mindformers' GPTModel takes, all int32; labels are input_ids moved on by one token.
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids")
@@ -33,7 +32,7 @@ _FILE_OVERHEAD = (1 << 24) + 2 * _PAGE_DEFAULT
 # Index row in the .db, raw page entry and the lengths of the columns.
 _ROW_OVERHEAD = 128
 
-_ROWS_PER_WRITE = 256
+_BATCH_BYTES = 1 << 24
 
 
 def worst_case_bytes(sequences: int, seq_length: int) -> int:
@@ -41,22 +40,10 @@ def worst_case_bytes(sequences: int, seq_length: int) -> int:
     return _FILE_OVERHEAD + sequences * (len(COLUMNS) * 4 * seq_length + _ROW_OVERHEAD)
 
 
-def windows(tokens: int, seq_length: int) -> tuple[int, int]:
-    """(rows, leftover) of a stream of `tokens`: windows of seq_length + 1 at a stride of seq_length.
+def write_mindrecord(path: Path, rows: Iterable[Row], seq_length: int) -> int:
+    """Write `rows` as COLUMNS to `path` and `path`.db; returns their number.
 
-    Neighbouring windows share one token, the label of the one and the first input of the next, so that every
-    adjacent pair is trained once. `leftover` tokens at the end belong to no window.
-    """
-    rows = max(0, (tokens - 1) // seq_length)
-    return rows, tokens - (rows * seq_length + 1) if rows else tokens
-
-
-def write_mindrecord(
-    path: Path, stream: NDArray[Any], seq_length: int, progress: Callable[[int], None] = lambda rows: None
-) -> int:
-    """Write `stream` (one dimension of ids, may be a memmap) as rows of COLUMNS to `path` and `path`.db.
-
-    Returns the number of rows. The file stores its own base name: move it anywhere, but do not rename it.
+    The file stores its own base name: move it anywhere, but do not rename it.
 
     Raises:
         UsageError: seq_length is too large for a MindRecord page.
@@ -64,7 +51,6 @@ def write_mindrecord(
     """
     from mindspore.mindrecord import FileWriter
 
-    rows, _ = windows(len(stream), seq_length)
     row_bytes = len(COLUMNS) * (4 * seq_length + 8)
     if row_bytes > _PAGE_MAX:
         raise UsageError(
@@ -75,26 +61,15 @@ def write_mindrecord(
     writer = FileWriter(str(path), shard_num=1, overwrite=True)
     if row_bytes > _PAGE_DEFAULT // 2:
         writer.set_page_size(_PAGE_MAX)
-    column = {"type": "int32", "shape": [seq_length]}
-    writer.add_schema(dict.fromkeys(COLUMNS, column), "mindferry")
-    ones = np.ones(seq_length, dtype=np.int32)
+    writer.add_schema({name: {"type": "int32", "shape": [seq_length]} for name in COLUMNS}, "mindferry")
     positions = np.arange(seq_length, dtype=np.int32)
-    for start in range(0, rows, _ROWS_PER_WRITE):
-        batch = []
-        for row in range(start, min(rows, start + _ROWS_PER_WRITE)):
-            window = np.asarray(stream[row * seq_length : (row + 1) * seq_length + 1]).astype(np.int32)
-            batch.append(
-                {
-                    "input_ids": window[:-1],
-                    "labels": window[1:],
-                    "loss_mask": ones,
-                    "position_ids": positions,
-                }
-            )
-        writer.write_raw_data(batch)
-        progress(len(batch))
+    written = 0
+    each = iter(rows)
+    while batch := list(itertools.islice(each, max(1, min(256, _BATCH_BYTES // row_bytes)))):
+        writer.write_raw_data([dict(zip(COLUMNS, (*row, positions), strict=True)) for row in batch])
+        written += len(batch)
     writer.commit()
-    return rows
+    return written
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,32 @@ from typing import Any
 
 
 @dataclass
+class SplitReport:
+    """Counts of one split, train or valid."""
+
+    documents: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    leftover_tokens: int = 0
+    padding_tokens: int = 0
+
+
+@dataclass
 class DataReport:
-    """Counts of one data set.
+    """Counts of one data set, all splits together unless said otherwise.
 
     Attributes:
         tokens: all tokens of the stream, end-of-document tokens included.
         documents: documents in the stream.
         skipped_documents: empty or blank documents left out.
-        sequences: rows of `seq_length` tokens written for training.
+        sequences: rows of `seq_length` tokens for training (split "train").
         leftover_tokens: tokens at the end of the stream that fill no whole row.
-        invalid_utf8_bytes: bytes that are not UTF-8, each replaced by U+FFFD.
+        padding_tokens: positions that hold no token, where documents are padded.
+        invalid_utf8_bytes: bytes (or lone surrogates in JSON) that are no text, each replaced by U+FFFD.
         eod_token_id: token that closes every document; None: documents run into each other.
-        columns: column name -> {"dtype", "shape"} of the written rows.
+        text_field: field of the records that held the text, where there were records.
+        token_dtype: how ids are stored in .bin; rows of a MindRecord are int32.
+        columns: column name -> {"dtype", "shape"} of the rows.
         files: file names, relative to the output directory.
         warnings: what a person should look at.
     """
@@ -28,11 +42,17 @@ class DataReport:
     skipped_documents: int = 0
     sequences: int = 0
     leftover_tokens: int = 0
+    padding_tokens: int = 0
     invalid_utf8_bytes: int = 0
     seq_length: int = 0
     vocab_size: int = 0
     eod_token_id: int | None = None
     tokenizer: str = ""
+    text_field: str | None = None
+    token_dtype: str = ""
+    output: str = "mindrecord"
+    packing: str = "pack"
+    splits: dict[str, SplitReport] = field(default_factory=dict)
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

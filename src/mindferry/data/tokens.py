@@ -1,28 +1,36 @@
-"""Documents become one stream of token ids on disk, checked on the way."""
+"""Documents become streams of token ids on disk: in parallel, in a fixed order, checked, and resumable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindferry.data.report import DataReport
-from mindferry.data.text_files import Utf8Count, decoded_pieces
-from mindferry.data.tokenizer import PIECE_CHARACTERS, Tokenizer
+from mindferry.data.inputs import Piece, Reading, Source, pieces
+from mindferry.data.megatron import MegatronWriter, WriterState
+from mindferry.data.tokenizer import Tokenizer
 from mindferry.errors import MindferryError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Characters encoded by one call of the library: enough to keep its threads busy, small enough to stay in
-# memory (its result takes some 100 bytes a token).
-BATCH_CHARACTERS = 1 << 20
+# Characters that one thread encodes at a time. The library's result takes some 100 bytes a token.
+BATCH_CHARACTERS = 1 << 18
 
-# Longest text that is encoded in one piece.
-MAX_UNCUT_CHARACTERS = 1 << 22
+# Text between two entries of the journal: what a killed run has to do again at most.
+JOURNAL_CHARACTERS = 1 << 25
+
+# A change of what the same input gives must change this, or an old journal would be continued.
+FORMAT = 1
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -57,111 +65,262 @@ def check_ids(ids: NDArray[Any], vocab_size: int, document: str, start: int = 0)
     )
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is to be tokenized, and how; two equal jobs write equal files.
+
+    Attributes:
+        eod_token_id: closes every document of text; documents of ids are taken as they are.
+        valid_fraction: share of the documents that go to "valid" instead of "train".
+        split_seed: picks which.
+    """
+
+    sources: list[Source]
+    reading: Reading
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eod_token_id: int | None
+    valid_fraction: float = 0.0
+    split_seed: int = 0
+
+    @property
+    def splits(self) -> list[str]:
+        return ["train", "valid"] if self.valid_fraction else ["train"]
+
+    def fingerprint(self) -> str:
+        """Changes when anything changes that could change the output."""
+        files = []
+        for source in self.sources:
+            for path in source.files():
+                stat = path.stat()
+                files.append([str(path.resolve()), source.kind, stat.st_size, stat.st_mtime_ns])
+        content = [
+            FORMAT,
+            files,
+            asdict(self.reading),
+            self.tokenizer.digest if self.tokenizer else None,
+            [self.vocab_size, self.eod_token_id, self.valid_fraction, self.split_seed],
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def split_of(document: int, valid_fraction: float, seed: int) -> str:
+    """Where document number `document` goes: by a hash of its number, so that no count is needed beforehand."""
+    if not valid_fraction:
+        return "train"
+    digest = hashlib.blake2b(f"{seed}:{document}".encode(), digest_size=8).digest()
+    return "valid" if int.from_bytes(digest, "little") < valid_fraction * 2.0**64 else "train"
+
+
 @dataclass
-class _Piece:
-    """Part of a document; `last` closes it."""
+class Counts:
+    """What was seen so far; part of the journal.
 
-    document: str
-    text: str
-    last: bool
-    read: int
+    Attributes:
+        source, piece: the next piece is number `piece` of source number `source`.
+        seen: documents begun, blank ones included.
+        in_document: ids written of the open document.
+    """
 
-
-def _pieces(path: Path, tokenizer: Tokenizer, count: Utf8Count) -> Iterator[_Piece]:
-    """`path` in pieces that encode on their own to the ids of the whole."""
-    held, read = "", 0
-    retry = PIECE_CHARACTERS
-    for text, size in decoded_pieces(path, count):
-        held += text
-        read += size
-        while len(held) > retry:
-            at = tokenizer.split_point(held[:retry])
-            if at:
-                yield _Piece(str(path), held[:at], False, read)
-                held, read, retry = held[at:], 0, PIECE_CHARACTERS
-            else:
-                retry *= 2
-        if len(held) > MAX_UNCUT_CHARACTERS:
-            raise UsageError(
-                f"{path}: {len(held)} characters with no place where this tokenizer's ids stay the same when "
-                "the text is cut",
-                remedy="split the document into smaller files, or give it spaces or line breaks",
-                id="data.uncuttable",
-            )
-    yield _Piece(str(path), held, True, read)
+    source: int = 0
+    piece: int = 0
+    seen: int = 0
+    in_document: int = 0
+    documents: int = 0
+    skipped_documents: int = 0
+    tokens: int = 0
+    invalid_utf8_bytes: int = 0
+    characters: int = 0
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+@dataclass
+class Journal:
+    """Where a tokenization stands, as it lies in `path`."""
+
+    path: Path
+    fingerprint: str
+    counts: Counts = field(default_factory=Counts)
+    writers: dict[str, WriterState] = field(default_factory=dict)
+    finished: bool = False
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: str) -> Journal:
+        """The journal of the same job, or a fresh one where there is none that can be continued."""
+        try:
+            raw = json.loads(path.read_bytes())
+            if raw["fingerprint"] == fingerprint:
+                writers = {name: WriterState(**state) for name, state in raw["writers"].items()}
+                return cls(path, fingerprint, Counts(**raw["counts"]), writers, raw["finished"] is True)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            pass
+        return cls(path, fingerprint)
+
+    def save(self) -> None:
+        """Replace the file by the present state."""
+        content = {
+            "fingerprint": self.fingerprint,
+            "counts": asdict(self.counts),
+            "writers": {name: asdict(state) for name, state in self.writers.items()},
+            "finished": self.finished,
+        }
+        temporary = self.path.with_name(self.path.name + ".new")
+        with open(temporary, "w", encoding="utf-8") as handle:
+            json.dump(content, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, self.path)
+
+
+def _remaining(job: Job, counts: Counts) -> Iterator[tuple[int, Piece]]:
+    """(source number, piece) from where `counts` stand."""
+    for number in range(counts.source, len(job.sources)):
+        skip = counts.piece if number == counts.source else 0
+        for index, piece in enumerate(pieces(job.sources[number], job.reading, job.tokenizer)):
+            if index >= skip:
+                yield number, piece
+
+
+def _batches(items: Iterator[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
+    batch: list[tuple[int, Piece]] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
+    for item in items:
+        batch.append(item)
+        size += len(item[1].text) + (0 if item[1].ids is None else len(item[1].ids))
         # A document costs a little even when it is empty.
-        if size >= BATCH_CHARACTERS or len(batch) >= 4096:
+        if size >= BATCH_CHARACTERS or len(batch) >= 2048:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-class _Stream:
-    """Writes ids to an open file, closing documents with the end-of-document token."""
+@contextlib.contextmanager
+def _one_thread_a_call() -> Iterator[None]:
+    """Keep the library's own thread pool out of the way: our threads each encode a batch of their own.
 
-    def __init__(self, sink: IO[bytes], vocab_size: int, eod: int | None, report: DataReport) -> None:
-        self._sink, self._vocab_size, self._report = sink, vocab_size, report
-        self._dtype = token_dtype(vocab_size)
-        self._eod = None if eod is None else np.asarray([eod], dtype=np.int64)
-        self._in_document = 0
-
-    def add(self, ids: NDArray[np.int64], document: str, last: bool, blank: bool) -> None:
-        """Append part of a document; `last` closes it. A document of nothing but white space is left out.
-
-        Pieces are cut behind a word, so only a piece that is a whole document can be blank.
-        """
-        if not blank:
-            check_ids(ids, self._vocab_size, document, self._in_document)
-            self._write(ids)
-            self._in_document += len(ids)
-        if not last:
-            return
-        if self._in_document:
-            self._report.documents += 1
-            if self._eod is not None:
-                self._write(self._eod)
+    That is as fast, keeps the order, and leaves nothing behind that a later fork could stumble over.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM", None)
         else:
-            self._report.skipped_documents += 1
-        self._in_document = 0
-
-    def _write(self, ids: NDArray[np.int64]) -> None:
-        self._sink.write(ids.astype(self._dtype).tobytes())
-        self._report.tokens += len(ids)
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def tokenize_files(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    sink: IO[bytes],
+def _encoded(job: Job, counts: Counts, workers: int) -> Iterator[list[tuple[int, Piece, NDArray[np.int64]]]]:
+    """Batches of (source number, piece, its ids) in order, `workers` batches being encoded at a time."""
+
+    def encode(batch: list[tuple[int, Piece]]) -> list[tuple[int, Piece, NDArray[np.int64]]]:
+        texts = [piece.context + piece.text for _, piece in batch if piece.ids is None]
+        encoded: Iterator[NDArray[np.int64]] = iter(())
+        if texts:
+            assert job.tokenizer is not None
+            encoded = iter(job.tokenizer.encode(texts))
+        return [(n, p, next(encoded)[p.drop :] if p.ids is None else p.ids) for n, p in batch]
+
+    with _one_thread_a_call(), ThreadPoolExecutor(workers, thread_name_prefix="tokenize") as pool:
+        waiting: deque[Future[Any]] = deque()
+        try:
+            for batch in _batches(_remaining(job, counts)):
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > workers + 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Sink:
+    """Puts ids into the writers of the splits and keeps the counts."""
+
+    def __init__(self, job: Job, counts: Counts, writers: dict[str, MegatronWriter]) -> None:
+        self._job, self._counts, self._writers = job, counts, writers
+        eod = job.eod_token_id
+        self._eod = None if eod is None else np.asarray([eod], dtype=np.int64)
+
+    def add(self, source: int, piece: Piece, ids: NDArray[np.int64]) -> None:
+        """Append a piece. A document of nothing but white space is left out.
+
+        Text is cut behind a word, so only a piece that is a whole document can be blank.
+        """
+        job, counts = self._job, self._counts
+        writer = self._writers[split_of(counts.seen, job.valid_fraction, job.split_seed)]
+        if piece.ids is not None or (piece.text and not piece.text.isspace()):
+            check_ids(ids, job.vocab_size, piece.document, counts.in_document)
+            writer.add(ids)
+            counts.tokens += len(ids)
+            counts.in_document += len(ids)
+        counts.invalid_utf8_bytes += piece.invalid
+        counts.characters += len(piece.text) + len(ids)
+        if source != counts.source:
+            counts.source, counts.piece = source, 0
+        counts.piece += 1
+        if piece.last:
+            self._close(writer, add_eod=piece.ids is None)
+
+    def _close(self, writer: MegatronWriter, add_eod: bool) -> None:
+        counts = self._counts
+        if counts.in_document:
+            if add_eod and self._eod is not None:
+                writer.add(self._eod)
+                counts.tokens += 1
+            writer.end_document()
+            counts.documents += 1
+        else:
+            counts.skipped_documents += 1
+        counts.seen += 1
+        counts.in_document = 0
+
+
+def tokenize(
+    job: Job,
+    work: Path,
     *,
-    vocab_size: int,
-    eod_token_id: int | None,
-    report: DataReport,
-    progress: Any = None,
-) -> None:
-    """Write the ids of `files`, one document each, to `sink` in `token_dtype(vocab_size)`.
+    workers: int | None = None,
+    advance: Callable[[int, str], None] = lambda read, note: None,
+) -> tuple[Counts, dict[str, Path]]:
+    """Write the documents of `job` as Megatron data sets into `work`; returns counts and split -> prefix.
 
-    Counts go to `report`; `progress.advance` is told the bytes read.
+    The output does not depend on `workers` (default: one a core). A run that was killed goes on where the journal
+    in `work` stands; `advance` is told the bytes read, those of the earlier run included.
 
     Raises:
-        UsageError: a file cannot be read or cut.
-        MindferryError: an id outside the vocabulary.
+        UsageError, MindferryError: a source cannot be read, or holds an id outside the vocabulary.
+        OSError: the disk is full.
     """
-    stream = _Stream(sink, vocab_size, eod_token_id, report)
-    count = Utf8Count()
-    pieces = (piece for path in files for piece in _pieces(path, tokenizer, count))
-    for batch in _batches(pieces):
-        for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-            stream.add(ids, piece.document, piece.last, blank=not piece.text.strip())
-        if progress is not None:
-            progress.advance(sum(piece.read for piece in batch), note=f"{report.tokens:,} tokens")
-    report.invalid_utf8_bytes += count.invalid_bytes
+    journal = Journal.load(work / "journal.json", job.fingerprint())
+    prefixes = {name: work / name for name in job.splits}
+    if journal.finished and all((work / f"{name}.idx").is_file() for name in job.splits):
+        advance(sum(source.size() for source in job.sources), "found tokenized")
+        return journal.counts, prefixes
+    dtype = token_dtype(job.vocab_size)
+    try:
+        writers = {name: MegatronWriter(work, name, dtype, journal.writers.get(name)) for name in job.splits}
+    except MindferryError:  # the working files do not belong to the journal: start over
+        journal = Journal(work / "journal.json", journal.fingerprint)
+        writers = {name: MegatronWriter(work, name, dtype) for name in job.splits}
+    advance(sum(source.size() for source in job.sources[: journal.counts.source]), "")
+    sink = _Sink(job, journal.counts, writers)
+    try:
+        saved = journal.counts.characters
+        for batch in _encoded(job, Counts(**vars(journal.counts)), max(1, workers or os.cpu_count() or 1)):
+            for number, piece, ids in batch:
+                sink.add(number, piece, ids)
+            advance(sum(piece.read for _, piece, _ in batch), f"{journal.counts.tokens:,} tokens")
+            if journal.counts.characters - saved >= JOURNAL_CHARACTERS:
+                saved = journal.counts.characters
+                journal.writers = {name: writer.sync() for name, writer in writers.items()}
+                journal.save()
+        for name, writer in writers.items():
+            writer.finish(prefixes[name])
+    finally:
+        for writer in writers.values():
+            writer.close()
+    journal.finished = True
+    journal.save()
+    return journal.counts, prefixes

@@ -1,0 +1,140 @@
+"""Sources that hold ids already: Megatron .bin/.idx, nanoGPT's .bin, MindRecord."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mindferry.data.megatron import as_ids, open_megatron
+from mindferry.data.mindrecord import inspect_mindrecord
+from mindferry.errors import MindferryError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Ids handed on in one piece.
+_PIECE = 1 << 20
+
+# nanoGPT's prepare.py writes uint16; others are possible where they are stated.
+RAW_DTYPES: dict[str, np.dtype[Any]] = {
+    "uint16": np.dtype("<u2"),
+    "int32": np.dtype("<i4"),
+    "uint32": np.dtype("<u4"),
+}
+
+
+class Ids(NamedTuple):
+    """Part of a document of ids; `last` closes it. `read` counts bytes of the file."""
+
+    name: str
+    ids: NDArray[np.int64]
+    last: bool
+    read: int
+
+
+def megatron_documents(prefix: Path) -> Iterator[Ids]:
+    """Documents of a Megatron data set, as they are: the end-of-document tokens are in them already.
+
+    Raises:
+        UsageError, MindferryError: as `open_megatron` says.
+    """
+    data = open_megatron(prefix)
+    for i in range(data.num_documents):
+        first, last = int(data.documents[i]), int(data.documents[i + 1])
+        name = f"{data.bin}: document {i}"
+        for j in range(first, last):
+            raw = data.sequence(j)
+            for start in range(0, len(raw), _PIECE):
+                part = raw[start : start + _PIECE]
+                yield Ids(name, as_ids(part, name), False, part.nbytes)
+        yield Ids(name, np.empty(0, np.int64), True, 0)
+
+
+def raw_documents(path: Path, dtype_name: str, eod: int | None) -> Iterator[Ids]:
+    """Documents of a file of nothing but ids (nanoGPT's train.bin); `eod` closes each and stays in it.
+
+    Raises:
+        UsageError: unknown dtype, empty, or unreadable.
+        MindferryError: the size is no multiple of the width.
+    """
+    if dtype_name not in RAW_DTYPES:
+        raise UsageError(
+            f"raw dtype: found {dtype_name!r}, expected one of {', '.join(RAW_DTYPES)}", id="data.raw-dtype"
+        )
+    dtype = RAW_DTYPES[dtype_name]
+    try:
+        size = os.stat(path).st_size
+        if size % dtype.itemsize:
+            raise MindferryError(
+                f"{path}: {size} bytes are no whole number of {dtype_name} ids",
+                cause="the file has no header that states its width",
+                remedy="state the right one with --raw-dtype",
+                id="data.raw-dtype",
+            )
+        if not size:
+            raise UsageError(f"{path}: empty", id="data.empty")
+        stream = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as err:
+        raise UsageError(f"{path}: cannot be read: {err.strerror}", id="data.corpus") from None
+    document = 0
+    for start in range(0, len(stream), _PIECE):
+        part = np.asarray(stream[start : start + _PIECE]).astype(np.int64)
+        ends = np.flatnonzero(part == eod) + 1 if eod is not None else np.empty(0, np.int64)
+        begin = 0
+        for end in ends.tolist():
+            yield Ids(f"{path}: document {document}", part[begin:end], True, (end - begin) * dtype.itemsize)
+            begin, document = end, document + 1
+        if begin < len(part):
+            yield Ids(
+                f"{path}: document {document}", part[begin:], False, (len(part) - begin) * dtype.itemsize
+            )
+    yield Ids(f"{path}: document {document}", np.empty(0, np.int64), True, 0)
+
+
+def mindrecord_rows(path: Path) -> Iterator[Ids]:
+    """Rows of a MindRecord, each as one document of all its tokens.
+
+    With labels: they must be input_ids moved on by one, and the row is input_ids and the last label. Without:
+    input_ids is the row, one token longer than seq_length (the form of mindformers' old GPT-2, which shifts by
+    itself).
+
+    Raises:
+        UsageError: no .db beside it, or no int32 input_ids.
+        MindferryError: damaged, or labels that are shifted in another way.
+    """
+    info = inspect_mindrecord(path)
+    column = info.columns.get("input_ids")
+    if column is None or column.dtype not in ("int32", "int64"):
+        raise UsageError(
+            f"{path}: no column input_ids of int32 (found {', '.join(info.columns)})", id="mindrecord.columns"
+        )
+    from mindspore.mindrecord import FileReader
+
+    share = path.stat().st_size // max(info.rows, 1)
+    reader = FileReader(str(path))
+    try:
+        for i, row in enumerate(reader.get_next()):
+            yield Ids(f"{path}: row {i}", _row_tokens(path, i, row), True, share)
+    finally:
+        reader.close()
+
+
+def _row_tokens(path: Path, number: int, row: dict[str, Any]) -> NDArray[np.int64]:
+    inputs = np.asarray(row["input_ids"]).astype(np.int64).reshape(-1)
+    if "labels" not in row:
+        return inputs
+    labels = np.asarray(row["labels"]).astype(np.int64).reshape(-1)
+    if np.array_equal(labels[:-1], inputs[1:]) and len(labels) == len(inputs):
+        return np.concatenate([inputs, labels[-1:]])
+    if np.array_equal(labels, inputs):
+        return inputs  # the old form writes them twice and shifts in the model
+    raise MindferryError(
+        f"{path}: row {number}: labels are neither input_ids nor input_ids moved on by one",
+        cause="shifted twice, or not made for a language model",
+        remedy="make the data again from the text",
+        id="data.shift",
+    )
