@@ -136,6 +136,19 @@ def test_the_first_signal_saves_and_resume_goes_on(run: Path, number: signal.Sig
     assert [record["step"] for record in metrics(run)] == list(range(1, done + 3))
 
 
+def test_the_second_signal_ends_at_once(run: Path) -> None:
+    process = start(run)
+    wait_for_steps(run, process, 2)
+    # Stopped, the process cannot act between the two.
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert not list((run / "checkpoints").glob("step-*")), "nothing was saved: the second signal was obeyed"
+
+
 def test_kill_9_loses_only_what_came_after_the_last_checkpoint(run: Path) -> None:
     text = (run / "run.yaml").read_text(encoding="utf-8")
     (run / "run.yaml").write_text(

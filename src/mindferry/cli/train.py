@@ -31,6 +31,7 @@ def train(
     from mindferry.errors import UsageError
     from mindferry.targets.run_directory import RunDirectory
     from mindferry.training import engine
+    from mindferry.training.interruption import Interruption
 
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other", remedy="give one of them")
@@ -44,7 +45,11 @@ def train(
     )
     log = directory.logs / "train.log"
     total = engine.last_step(directory, options)
-    with Progress("training", total=total, unit="steps") as bar, output_to(log):
+    with (
+        Interruption() as options.interruption,
+        Progress("training", total=total, unit="steps") as bar,
+        output_to(log),
+    ):
 
         def on_step(record: dict[str, Any]) -> None:
             bar.at(record["step"], f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")

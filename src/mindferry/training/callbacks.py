@@ -73,7 +73,6 @@ class StepMetrics(Callback):
         self._previous_end = time.perf_counter()
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        self._interruption.arm()
         self._begin = time.perf_counter()
         self._batch = run_context.original_args().train_dataset_element
         if self._on_batch is not None:

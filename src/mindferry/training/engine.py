@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Options:
         steps: stop after this step of the schedule; None: at its end.
         on_step: called with each metrics record.
         on_batch: called with (step, batch of device tensors) before each step.
+        interruption: asked after each step whether to save and stop; entered by whoever owns the process.
     """
 
     steps: int | None = None
@@ -41,6 +42,7 @@ class Options:
     overrides: dict[str, Any] | None = None
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     on_batch: Callable[[int, tuple[Any, ...]], None] | None = None
+    interruption: Interruption = field(default_factory=Interruption)
 
 
 def _override(content: dict[str, Any], overrides: dict[str, Any]) -> None:
@@ -293,30 +295,29 @@ def _fit(
 
     monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
     state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
-    with Interruption() as interruption:
-        weights = Path(content["load_checkpoint"])
-        parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
-        if checkpoint:
-            parts.append(callbacks.RestoreOptimizer(checkpoint, model))
+    weights = Path(content["load_checkpoint"])
+    parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
+    if checkpoint:
+        parts.append(callbacks.RestoreOptimizer(checkpoint, model))
+    parts.append(
+        callbacks.StepMetrics(
+            run.metrics, outcome, start, last, options.on_step, options.interruption, options.on_batch
+        )
+    )
+    if monitor is not None:
         parts.append(
-            callbacks.StepMetrics(
-                run.metrics, outcome, start, last, options.on_step, interruption, options.on_batch
+            callbacks.CommittedCheckpoints(
+                run.root / monitor["directory"],
+                outcome,
+                every=monitor["save_checkpoint_steps"],
+                keep=monitor.get("keep_checkpoint_max", 2),
+                model=model,
+                state=state,
             )
         )
-        if monitor is not None:
-            parts.append(
-                callbacks.CommittedCheckpoints(
-                    run.root / monitor["directory"],
-                    outcome,
-                    every=monitor["save_checkpoint_steps"],
-                    keep=monitor.get("keep_checkpoint_max", 2),
-                    model=model,
-                    state=state,
-                )
-            )
-        trainer = Trainer(args=config, callbacks=parts)
-        holder["trainer"] = trainer
-        trainer.train()
+    trainer = Trainer(args=config, callbacks=parts)
+    holder["trainer"] = trainer
+    trainer.train()
     return outcome
 
 
