@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mindferry.cli.console import Finding, Progress, Result, command
 
 if TYPE_CHECKING:
+    from mindferry.diagnosis.environment.checks import Check
     from mindferry.diagnosis.startup import Picture
 
+ENV_EXAMPLE = "Example: mindferry doctor env --for mindformers==1.9.0"
 STARTUP_EXAMPLE = "Example: mindferry doctor startup run/logs/train.log"
 
 # Sub-commands that live in files of their own, beside this one.
@@ -24,6 +26,61 @@ def _verdict(findings: list[Finding], text: str, checked: list[str]) -> Result:
     """A result whose verdict is "problem" when a finding is one."""
     bad = any(item.severity == "problem" for item in findings)
     return Result("problem" if bad else "good", findings, {"checked": checked}, text)
+
+
+@command("doctor env")
+def env(
+    run: Path | None = typer.Argument(None, metavar="[RUN]", help="Check what this run needs, too."),
+    target: str | None = typer.Option(
+        None, "--for", metavar="mindformers==X", help="What this release needs and whether pip can give it."
+    ),
+    no_smoke: bool = typer.Option(False, "--no-smoke", help="Leave the ten-second smoke training out."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Check the chain mindformers, MindSpore, Python, CANN, and what else a run needs of this machine.
+
+    Then trains a tiny GPT-2 with mindformers' own Trainer, so that the installation is known to work before
+    anyone looks for a fault in their own code.
+    """
+    from mindferry.diagnosis.environment import checks, facts, needs, smoke, versions
+
+    wanted = versions.parse_target(target) if target else None
+    asked = needs.needs_of(run)
+    total = 1 if no_smoke else 2
+    with Progress("checking", total=total, unit="parts") as bar:
+        made = checks.judge(facts.gather(run), asked, wanted)
+        bar.advance(note="smoke training")
+        if not no_smoke:
+            made.append(_smoke_check(made, smoke))
+            bar.advance()
+    findings = [item for check in made for item in check.findings]
+    return _verdict(findings, _numbered(made), [check.name for check in made])
+
+
+def _smoke_check(made: list[Check], smoke: Any) -> Check:
+    """The smoke training as a check; left out where the packages cannot even be imported."""
+    from mindferry.diagnosis.environment.checks import Check
+
+    if any(
+        item.id in ("env.import", "env.no-mindspore", "env.no-mindformers")
+        for c in made
+        for item in c.findings
+    ):
+        return Check("smoke training", "the packages do not load", skipped=True)
+    done = smoke.run()
+    detail = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in done.stages.items())
+    if done.losses:
+        detail += f", loss {done.losses[0]:.3f} to {done.losses[-1]:.3f}"
+    return Check("smoke training", detail, smoke.judge(done))
+
+
+def _numbered(made: list[Check]) -> str:
+    """One line a check: number, mark, name, what was found."""
+    width = max(len(check.name) for check in made)
+    return "\n".join(
+        f"{number:2d} {check.mark:4s}  {check.name:{width}s}  {check.detail}"
+        for number, check in enumerate(made, start=1)
+    )
 
 
 @command("doctor startup")
@@ -66,6 +123,7 @@ def register(app: typer.Typer) -> None:
         help="Find out what is wrong: with the machine, a start, a loss, the data, the communication.",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    doctor.command("env", epilog=ENV_EXAMPLE)(env)
     doctor.command("startup", epilog=STARTUP_EXAMPLE)(startup)
     for name in OTHERS:
         if importlib.util.find_spec(f"mindferry.cli.{name}") is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..tiny_run import SPEC, Tiny, make_run, rows, tokens, weights, write_mindrecord
+from mindferry.diagnosis.tiny import SPEC, Tiny, make_run, rows, tokens, weights, write_mindrecord
 
 
 def train(root: Path, **options) -> None:

@@ -121,7 +121,7 @@ def make_run(
     tiny = replace(tiny or Tiny(), **fields)
     recipe = Recipe(
         schedule=Schedule(
-            kind=tiny.kind,  # type: ignore[arg-type]
+            kind=tiny.kind,
             learning_rate=tiny.learning_rate,
             warmup_steps=tiny.warmup_steps,
             total_steps=tiny.steps,
