@@ -98,7 +98,7 @@ def _recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict[str, An
             learning_rate=choices.learning_rate or HF_TRAINER_DEFAULTS["learning_rate"],
             total_steps=steps,
         ),
-        precision=Precision(compute=choices.compute_dtype),  # type: ignore[arg-type]
+        precision=Precision(compute=choices.compute_dtype),
         seq_length=choices.seq_length,
         batch_size=batch_size,
         max_grad_norm=HF_TRAINER_DEFAULTS["max_grad_norm"],
@@ -177,6 +177,7 @@ def migrate(
             tokenizer.mkdir()
             for name, path in source.tokenizer_files.items():
                 shutil.copyfile(path, tokenizer / name)
+        warnings = [*source.warnings, *weights.warnings, *recipe_warnings]
         report = {
             "mindferry": __version__,
             "python": platform.python_version(),
@@ -188,7 +189,7 @@ def migrate(
             "recipe": recipe_decisions,
             "weights": weights.to_json(),
             "data": data_report.to_json(),
-            "warnings": [*source.warnings, *weights.warnings, *recipe_warnings],
+            "warnings": warnings,
         }
         write_json(staging / "migration.json", report)
-    return Migration(out.resolve(), report, report["warnings"])
+    return Migration(out.resolve(), report, warnings)
