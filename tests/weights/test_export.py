@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from mindferry.errors import MindferryError, UsageError
 from mindferry.sources import open_source
 from mindferry.weights import TargetLayout, convert
-from mindferry.weights.exporting import Trained, export
+from mindferry.weights.exporting import Cut, Trained, export
 from mindferry.weights.tensor_store import SafetensorsStore, same_bits
 
 from .test_families import CASES, IDS, build
@@ -209,4 +209,101 @@ class TestRefusals:
             "output_layer.weight found [3, 3]",
         ):
             assert part in str(caught.value)
+        assert not (tmp_path / "back").exists()
+
+
+class TestMegatron:
+    """Shards written by export against the shards that test_megatron writes row by row."""
+
+    @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
+    @pytest.mark.parametrize("family", ["gpt2", "llama"])
+    def test_shards_are_those_of_the_published_layout(
+        self, tmp_path: Path, family: str, tp: int, pp: int
+    ) -> None:
+        from mindferry.sources.megatron import padded_vocab
+
+        from .test_megatron import hf_model, write_megatron
+
+        hf = hf_model(tmp_path / "src", family)
+        trained = migrated(tmp_path)
+        report = export(trained, "megatron", tmp_path / "back", cut=Cut(tp, pp))
+        assert "padded" in report.warnings[0]
+        rows = padded_vocab(trained.spec.vocab_size, 128, tp)
+        expected = write_megatron(tmp_path / "expected", hf, family, tp=tp, pp=pp, rows=rows)
+        for folder in expected.iterdir():
+            ours, theirs = (
+                torch.load(base / folder.name / "model_optim_rng.pt", weights_only=False)
+                for base in (tmp_path / "back/iter_0000000", expected)
+            )
+            assert ours["model"].keys() == theirs["model"].keys()
+            for name, value in theirs["model"].items():
+                found = ours["model"][name]
+                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                    value = torch.where(value == 9.0, 0.0, value)  # the other writer pads with nines
+                assert torch.equal(found, value), name
+            stated = vars(theirs["args"])
+            same = {key for key in stated if key in vars(ours["args"])} - {"make_vocab_size_divisible_by"}
+            assert len(same) > 15
+            for key in same - {"bias_gelu_fusion"}:
+                assert vars(ours["args"])[key] == stated[key], key
+
+    @pytest.mark.parametrize("case", ["llama-linear", "llama-biases", "qwen2", "qwen3"])
+    def test_round_trip(self, tmp_path: Path, case: str) -> None:
+        build(tmp_path / "src", case, intermediate_size=38)
+        trained = migrated(tmp_path)
+        export(trained, "megatron", tmp_path / "back", cut=Cut(2, 2))
+        source = open_source(tmp_path / "back")
+        convert(source, tmp_path / "again")
+        assert_same_tensors(tmp_path / "run/model", tmp_path / "again")
+        ignored = {"family", "bos_token_id", "eos_token_id", "add_qkv_bias"}
+        assert source.spec.model_dump(exclude=ignored) == trained.spec.model_dump(exclude=ignored)
+
+    @pytest.mark.parametrize(
+        ("case", "cut", "message"),
+        [
+            ("llama", Cut(4, 1), "num_attention_heads 6 does not divide over 4.*num_query_groups 2"),
+            ("llama", Cut(1, 3), "num_layers 2 does not divide over 3"),
+            ("llama-llama3", Cut(), "fixed factors|cannot hold rope_scaling"),
+            ("gpt_neox", Cut(), "parallel_residual"),
+            ("mistral", Cut(), "sliding_window"),
+            ("opt", Cut(), "relu"),
+        ],
+    )
+    def test_what_megatron_cannot(self, tmp_path: Path, case: str, cut: Cut, message: str) -> None:
+        build(tmp_path / "src", case)
+        with pytest.raises(MindferryError, match=message):
+            export(migrated(tmp_path), "megatron", tmp_path / "back", cut=cut)
+        assert not (tmp_path / "back").exists()
+
+
+class TestMindformers132:
+    def test_names_and_yaml(self, tmp_path: Path) -> None:
+        from .test_megatron import hf_model
+        from .test_other_formats import TestMindformersGPT2
+
+        hf = hf_model(tmp_path / "src", "gpt2")
+        report = export(migrated(tmp_path), "mindformers-1.3.2", tmp_path / "back")
+        found, expected = load_file(tmp_path / "back/model.safetensors"), TestMindformersGPT2.parameters(hf)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+        assert "float16" in report.warnings[0]
+        source = open_source(tmp_path / "back")
+        convert(source, tmp_path / "again")
+        assert_same_tensors(tmp_path / "run/model", tmp_path / "again")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"n_inner": 50}, "expand_ratio is a whole number"),
+            ({"layer_norm_epsilon": 1e-6}, "layernorm_epsilon"),
+            ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+            ({"activation_function": "gelu"}, "gelu_erf"),
+        ],
+    )
+    def test_its_limits_are_named(self, tmp_path: Path, changes: dict, message: str) -> None:
+        from .test_megatron import hf_model
+
+        hf_model(tmp_path / "src", "gpt2", **changes)
+        with pytest.raises(MindferryError, match=message):
+            export(migrated(tmp_path), "mindformers-1.3.2", tmp_path / "back")
         assert not (tmp_path / "back").exists()

@@ -71,9 +71,10 @@ CASES = {
 IDS = np.random.default_rng(5).integers(2, 67, 48)
 
 
-def build(path: Path, case: str):
+def build(path: Path, case: str, **changes):
     """A random model of `case`, every parameter (biases and norms too) away from its initial value."""
     name, values = CASES[case]
+    values = {**values, **changes}
     torch.manual_seed(1)
     config = getattr(transformers, f"{name}Config")(**json.loads(json.dumps(values)))
     config._attn_implementation = "eager"

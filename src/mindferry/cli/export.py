@@ -17,7 +17,7 @@ def export(
     run: Path = typer.Argument(
         ..., metavar="RUN", help="Run directory, or one of its checkpoint directories."
     ),
-    to: str = typer.Option(..., "--to", help="hf or nanogpt."),
+    to: str = typer.Option(..., "--to", help="hf, nanogpt, megatron or mindformers-1.3.2."),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Directory to create."),
     checkpoint: str | None = typer.Option(
         None,
@@ -28,9 +28,15 @@ def export(
     dtype: str | None = typer.Option(
         None, "--dtype", help="float32, float16 or bfloat16; each tensor's type in the source by default."
     ),
+    tensor_parallel: int = typer.Option(
+        1, "--tensor-parallel", min=1, help="Ranks of a Megatron checkpoint."
+    ),
+    pipeline_stages: int = typer.Option(
+        1, "--pipeline-stages", min=1, help="Stages of a Megatron checkpoint."
+    ),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
-    """Write a run's weights back in the format they came from, loadable by transformers or nanoGPT.
+    """Write a run's weights for transformers, nanoGPT, Megatron-LM or mindformers 1.3.2.
 
     A run that was not trained comes back bit for bit.
     """
@@ -41,7 +47,12 @@ def export(
     trained = exporting.locate(run, checkpoint)
     with Progress("exporting", total=None, unit="tensors") as bar:
         report = exporting.export(
-            trained, to, out, dtype=dtype, progress=lambda done, name: bar.advance(note=name)
+            trained,
+            to,
+            out,
+            dtype=dtype,
+            cut=exporting.Cut(tensor_parallel, pipeline_stages),
+            progress=lambda done, name: bar.advance(note=name),
         )
     findings = [Finding("export.attention", "warning", text) for text in report.warnings]
     if report.created:

@@ -6,13 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindferry.errors import UsageError
-from mindferry.sources import huggingface, megatron, megatron_shards, nanogpt
+from mindferry.sources import (
+    huggingface,
+    litgpt,
+    megatron,
+    megatron_shards,
+    mindformers_gpt2,
+    nanogpt,
+)
 from mindferry.sources.assemble import Options
 from mindferry.sources.pickled import load_pickled
 from mindferry.sources.source import Source
 from mindferry.weights.tensor_store import check_link
 
-KNOWN = "a Hugging Face directory (config.json and weights), a nanoGPT ckpt.pt or a Megatron-LM checkpoint"
+KNOWN = (
+    "a Hugging Face directory (config.json and weights), a nanoGPT ckpt.pt, a LitGPT directory, a Megatron-LM "
+    "checkpoint, or a directory with the YAML and the checkpoint of a mindformers 1.x GPT-2"
+)
 
 
 def open_any(path: Path, options: Options) -> Source:
@@ -23,6 +33,9 @@ def open_any(path: Path, options: Options) -> Source:
                 return reader(path, options)
         if megatron_shards.is_checkpoint(path):
             return megatron.open_megatron(path, options)
+        legacy = mindformers_gpt2.find(path)
+        if legacy is not None:
+            return mindformers_gpt2.open_mindformers_gpt2(path, *legacy, options)
         raise UsageError(
             f"{path}: no model found: no config.json and no other known file",
             remedy=f"give {KNOWN}",
@@ -52,6 +65,8 @@ def _nanogpt_directory(path: Path, options: Options) -> Source:
 
 
 _DIRECTORIES: list[tuple[str, Callable[[Path, Options], Source]]] = [
+    # LitGPT keeps the config.json of the model it came from beside its own files.
+    (litgpt.FILE, litgpt.open_litgpt),
     ("config.json", huggingface.open_huggingface),
     (nanogpt.FILE, _nanogpt_directory),
 ]

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindferry.errors import MindferryError, UsageError
+from mindferry.weights import export_megatron
 from mindferry.weights.backward import backward_items
 from mindferry.weights.conversion import MAX_SHARD_BYTES
 from mindferry.weights.dtypes import DTYPES, cast
+from mindferry.weights.export_megatron import DIVISOR, Cut, arguments
 from mindferry.weights.rules import BoundRules, bind
 from mindferry.weights.tensor_store import TensorStore
 from mindferry.weights.transforms import Geometry, TargetLayout
@@ -22,7 +24,13 @@ if TYPE_CHECKING:
     from mindferry.sources.family import Family
     from mindferry.spec import ModelSpec
 
-FORMATS = ("hf", "nanogpt")
+FORMATS = ("hf", "nanogpt", "megatron", "mindformers-1.3.2")
+# Formats that are not Hugging Face's: the declaration to write by, and the name of the format as a source.
+DECLARATIONS = {
+    "nanogpt": ("nanogpt", "nanogpt"),
+    "megatron": ("megatron", "megatron"),
+    "mindformers-1.3.2": ("mindformers_gpt2", "mindformers-1.x"),
+}
 Progress = Callable[[int, str], None]
 
 
@@ -134,12 +142,14 @@ def export(
     out: Path,
     *,
     dtype: str | None = None,
+    cut: Cut | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write `trained` into the new directory `out` as `to` ("hf" or "nanogpt").
+    """Write `trained` into the new directory `out` as `to`, one of FORMATS.
 
     Args:
+        cut: over how many ranks and stages a Megatron checkpoint is cut; 1 x 1 by default.
         dtype: of all tensors; without it each has the type it had in the source, so that a model that was
             not trained comes back bit for bit.
 
@@ -147,6 +157,7 @@ def export(
         UsageError: unknown format or dtype, or `out` is taken.
         MindferryError: that format cannot hold the model; nothing is written.
     """
+    from mindferry.sources.megatron import padded_vocab
     from mindferry.targets.run_directory import staged
 
     if to not in FORMATS:
@@ -154,7 +165,12 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", id="export.dtype")
     family, same = _family(trained, to)
-    bound, spec = _bound(trained, family)
+    cut = cut or Cut()
+    padded = padded_vocab(trained.spec.vocab_size, DIVISOR, cut.tensor_parallel) if to == "megatron" else None
+    bound, spec = _bound(trained, family, padded)
+    if to == "megatron":
+        cut.check(spec)
+        arguments(spec, cut, padded or 0)
     names = _Names(trained, family, bound, same)
     items, created = backward_items(
         bound, trained.store(), name_of=names.of, dtype_of=lambda name: dtype or names.dtype(name)
@@ -172,8 +188,16 @@ def export(
     with staged(out) as staging:
         if to == "hf":
             _write_hf(trained, spec, family, same, items, staging, max_shard_bytes, progress)
-        else:
+        elif to == "nanogpt":
             _write_nanogpt(trained, spec, items, staging, progress, report)
+        elif to == "megatron":
+            export_megatron.write(items, spec, cut, padded or 0, trained.step, staging, progress)
+            if padded != spec.vocab_size:
+                report.warnings.append(
+                    f"the vocabulary of {spec.vocab_size} was padded to {padded} rows with zeros"
+                )
+        else:
+            _write_mindformers(spec, items, staging, max_shard_bytes, progress, report)
     return report
 
 
@@ -182,8 +206,9 @@ def _family(trained: Trained, to: str) -> tuple[Family, bool]:
     from mindferry.sources.family import declaration, families
 
     origin = trained.migration["source"]
-    if to == "nanogpt":
-        return declaration("nanogpt"), origin["format"] == "nanogpt"
+    if to in DECLARATIONS:
+        name, format = DECLARATIONS[to]
+        return declaration(name), origin["format"] == format
     known = families()
     if trained.spec.family not in known:
         raise MindferryError(
@@ -192,11 +217,11 @@ def _family(trained: Trained, to: str) -> tuple[Family, bool]:
     return known[trained.spec.family], origin["format"] == "huggingface"
 
 
-def _bound(trained: Trained, family: Family) -> tuple[BoundRules, ModelSpec]:
+def _bound(trained: Trained, family: Family, padded: int | None) -> tuple[BoundRules, ModelSpec]:
     from mindferry.sources.config_back import widened
 
     spec = widened(trained.spec, family)
-    return bind(family.weights, family.ignored, Geometry(spec, trained.layout)), spec
+    return bind(family.weights, family.ignored, Geometry(spec, trained.layout, padded)), spec
 
 
 class _Names:
@@ -293,4 +318,54 @@ def _write_nanogpt(
         )
 
 
-__all__ = ["FORMATS", "ExportReport", "Trained", "export", "locate"]
+def _write_mindformers(
+    spec: ModelSpec,
+    items: list[Item],
+    out: Path,
+    max_shard_bytes: int,
+    progress: Progress | None,
+    report: ExportReport,
+) -> None:
+    """The weights of a mindformers 1.3.2 GPT-2 and the `model` block of its YAML."""
+    if spec.ffn_hidden_size % spec.hidden_size:
+        raise MindferryError(
+            f"mindformers 1.3.2 cannot hold ffn_hidden_size {spec.ffn_hidden_size}: its expand_ratio is a whole "
+            f"number of hidden_size {spec.hidden_size}",
+            remedy="stay with the current mindformers",
+            id="export.family",
+        )
+    write_checkpoint(
+        items, out, max_shard_bytes=max_shard_bytes, metadata={"format": "np"}, progress=progress
+    )
+    act = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu"}[spec.activation]
+    lines = [
+        "model:",
+        "  model_config:",
+        "    type: GPT2Config",
+        f"    seq_length: {spec.max_position_embeddings}",
+        f"    vocab_size: {spec.vocab_size}",
+        f"    hidden_size: {spec.hidden_size}",
+        f"    num_layers: {spec.num_layers}",
+        f"    num_heads: {spec.num_attention_heads}",
+        f"    expand_ratio: {spec.ffn_hidden_size // spec.hidden_size}",
+        f"    hidden_act: {act}",
+        f"    embedding_dropout_prob: {spec.embedding_dropout}",
+        f"    hidden_dropout_rate: {spec.hidden_dropout}",
+        f"    attention_dropout_rate: {spec.attention_dropout}",
+        "    layernorm_compute_type: float32",
+        "    softmax_compute_type: float32",
+        "    param_init_type: float32",
+        "    compute_dtype: float16",
+    ]
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(spec, name)
+        lines += [f"    {name}: {value}"] if value is not None else []
+    lines += ["  arch:", "    type: GPT2LMHeadModel", ""]
+    (out / "gpt2.yaml").write_text("\n".join(lines), encoding="utf-8")
+    report.warnings.append(
+        "mindformers 1.3.2 computes GPT-2 in float16 whatever compute_dtype says, and masks every eos_token_id "
+        "out of attention and loss"
+    )
+
+
+__all__ = ["FORMATS", "Cut", "ExportReport", "Trained", "export", "locate"]
