@@ -238,7 +238,7 @@ class Progress:
     Usage: `with Progress("tokenizing", total=n, unit="B") as bar: bar.advance(k, note="loss 3.2")`.
     """
 
-    def __init__(self, title: str, total: int | None, unit: str = "", every_seconds: float = 10.0) -> None:
+    def __init__(self, title: str, total: int | None = None, unit: str = "", every_seconds: float = 10.0) -> None:
         self._title, self._total, self._unit, self._every = title, total, unit, every_seconds
         self._done, self._note = 0, ""
         self._last_line = 0.0
