@@ -103,7 +103,9 @@ def jsonl_field(path: Path, given: str | None) -> str | None:
     for number, line, _ in _lines(path):
         if line.strip():
             record, _ = _json_object(path, number, line.removeprefix(b"\xef\xbb\xbf"))
-            return choose_field(path, {name: isinstance(v, str) for name, v in record.items()}, given)
+            # A null may be the text of an empty document.
+            kinds = {name: v is None or isinstance(v, str) for name, v in record.items()}
+            return choose_field(path, kinds, given)
     return None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindferry.data import inputs
 from mindferry.data.inputs import Piece, Reading, Source, pieces
 from mindferry.data.megatron import MegatronWriter, WriterState
 from mindferry.data.tokenizer import Tokenizer
@@ -96,6 +97,7 @@ class Job:
                 files.append([str(path.resolve()), source.kind, stat.st_size, stat.st_mtime_ns])
         content = [
             FORMAT,
+            inputs.PIECE_CHARACTERS,
             files,
             asdict(self.reading),
             self.tokenizer.digest if self.tokenizer else None,
