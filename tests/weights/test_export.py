@@ -22,9 +22,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-def migrated(path: Path, *, layout: TargetLayout | None = None, dtype: str | None = "float32") -> Trained:
+def migrated(
+    path: Path, *, layout: TargetLayout | None = None, dtype: str | None = "float32", **options
+) -> Trained:
     """What `locate` gives for a run whose source is `path`/src."""
-    source = open_source(path / "src", layout=layout)
+    source = open_source(path / "src", layout=layout, **options)
     report = convert(source, path / "run/model", dtype=dtype)
     migration = {
         "source": {"path": str(path / "src"), "format": source.format, "family": source.family},

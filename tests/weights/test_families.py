@@ -34,7 +34,11 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+GPT2 = {"vocab_size": 67, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 37,
+        "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+
 CASES = {
+    "gpt2": ("GPT2", GPT2),
     "llama": ("Llama", LLAMA_LIKE),
     "llama-head_dim": ("Llama", {**LLAMA_LIKE, "head_dim": 10, "rms_norm_eps": 1e-3}),
     "llama-one-kv-head-tied": (
@@ -78,8 +82,7 @@ def build(path: Path, case: str, **changes):
     torch.manual_seed(1)
     config = getattr(transformers, f"{name}Config")(**json.loads(json.dumps(values)))
     config._attn_implementation = "eager"
-    suffix = "ForCausalLM"
-    model = getattr(transformers, f"{name}{suffix}")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

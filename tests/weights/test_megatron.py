@@ -50,7 +50,7 @@ def hf_model(path: Path, family: str, **changes) -> dict[str, np.ndarray]:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter))
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(path)
     return load_file(path / "model.safetensors")
 

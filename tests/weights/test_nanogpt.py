@@ -61,28 +61,47 @@ def checkpoint(path: Path, prefix: str = "", **changes) -> dict:
     return state
 
 
+class TorchNanoGPT:
+    """The network of nanoGPT's paper-and-pencil description, from torch's own functions, in float64."""
+
+    def __init__(self, state: dict, args: dict, approximate: str = "none") -> None:
+        tied = "lm_head.weight"
+        self.state = {n: v.detach().double().requires_grad_() for n, v in state.items() if n != tied}
+        self.args, self.approximate = args, approximate
+
+    def logits(self, ids: np.ndarray):
+        functional, state, heads = torch.nn.functional, self.state, self.args["n_head"]
+
+        def part(x, name):
+            return functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+        def norm(x, name):
+            return functional.layer_norm(
+                x, x.shape[-1:], state[f"{name}.weight"], state.get(f"{name}.bias"), 1e-5
+            )
+
+        x = state["transformer.wte.weight"][ids] + state["transformer.wpe.weight"][: len(ids)]
+        for layer in range(self.args["n_layer"]):
+            at = f"transformer.h.{layer}"
+            q, k, v = part(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn").split(self.args["n_embd"], dim=-1)
+            q, k, v = (y.view(len(ids), heads, -1).transpose(0, 1)[None] for y in (q, k, v))
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+            x = x + part(y.reshape(len(ids), -1), f"{at}.attn.c_proj")
+            inner = functional.gelu(
+                part(norm(x, f"{at}.ln_2"), f"{at}.mlp.c_fc"), approximate=self.approximate
+            )
+            x = x + part(inner, f"{at}.mlp.c_proj")
+        return norm(x, "transformer.ln_f") @ state["transformer.wte.weight"].T
+
+    def run(self, ids: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(logits of all but the last token, gradients of the mean loss)."""
+        logits = self.logits(ids[:-1])
+        torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).backward()
+        return logits.detach().numpy(), {n: v.grad.numpy() for n, v in self.state.items()}
+
+
 def logits(state: dict, args: dict, approximate: str = "none") -> np.ndarray:
-    state = {name: value.double() for name, value in state.items()}
-    functional = torch.nn.functional
-
-    def part(x, name):
-        return functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
-
-    def norm(x, name):
-        return functional.layer_norm(
-            x, x.shape[-1:], state[f"{name}.weight"], state.get(f"{name}.bias"), 1e-5
-        )
-
-    x = state["transformer.wte.weight"][IDS] + state["transformer.wpe.weight"][: len(IDS)]
-    for layer in range(args["n_layer"]):
-        at = f"transformer.h.{layer}"
-        q, k, v = part(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn").split(args["n_embd"], dim=-1)
-        q, k, v = (y.view(len(IDS), args["n_head"], -1).transpose(0, 1)[None] for y in (q, k, v))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
-        x = x + part(y.reshape(len(IDS), -1), f"{at}.attn.c_proj")
-        inner = functional.gelu(part(norm(x, f"{at}.ln_2"), f"{at}.mlp.c_fc"), approximate=approximate)
-        x = x + part(inner, f"{at}.mlp.c_proj")
-    return (norm(x, "transformer.ln_f") @ state["lm_head.weight"].T).numpy()
+    return TorchNanoGPT(state, args, approximate).logits(IDS).detach().numpy()
 
 
 @pytest.mark.parametrize("bias", [True, False])
