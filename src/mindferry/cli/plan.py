@@ -430,6 +430,11 @@ def _calibrate(target: Path | None) -> Result:
     from mindferry.planning import calibration, measure
 
     path = target or calibration.default_path()
+    busy = measure.others_load()
+    findings = []
+    if busy > 0.2:
+        findings.append(Finding("plan.busy", "warning", f"other programs use {100 * busy:.0f} % of this machine",
+                                "step times come out too long", "measure again when it is quiet"))  # fmt: skip
     with Progress("measuring this machine", total=measure.STEPS, unit="measurements") as bar:
         device = measure.this_machine(lambda note: bar.advance(note=note))
     calibration.save(path, calibration.load(path).model_copy(update={"device": device}))
@@ -440,7 +445,9 @@ def _calibrate(target: Path | None) -> Result:
         f"GB/s, {device.memory_bytes / 2**30:.1f} GiB\n  collectives      "
         + (f"{links / 1e9:.2f} GB/s, {device.intra_host_latency * 1e6:.0f} us" if links else "not measured")
     )
-    return Result(extra={"device": device.model_dump(), "calibration_file": str(path)}, text=text)
+    return Result(
+        findings=findings, extra={"device": device.model_dump(), "calibration_file": str(path)}, text=text
+    )
 
 
 def register(app: typer.Typer) -> None:

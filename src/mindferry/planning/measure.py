@@ -67,19 +67,26 @@ def _free_port() -> int:
         return port
 
 
-def _links(folder: Path) -> tuple[float | None, float]:
-    """Bandwidth (bytes/s) and latency (s) of an all-reduce between two processes; None where it does not work."""
+def _links(folder: Path) -> tuple[float | None, float, str]:
+    """Bandwidth (bytes/s), latency (s) of an all-reduce between two processes and, where it fails, why."""
     launcher = ("msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={_free_port()}",
                 f"--log_dir={folder / 'msrun'}", "--join=True")  # fmt: skip
     try:
         times = _worker("collective", {"sizes": list(_SIZES)}, folder, launcher)["seconds"]
-    except MindferryError:
-        return None, 5e-6
+    except MindferryError as err:
+        return None, 5e-6, f"; all-reduce not measured: {err.message}"
     sizes = np.array([float(k) for k in times])
     seconds = np.array([times[k] for k in times])
     # all-reduce of two: 2 (g-1) latency + 2 (g-1)/g size/bandwidth = 2 latency + size/bandwidth
     big = int(sizes.argmax())
-    return float(sizes[big] / seconds[big]), float(max(seconds[sizes.argmin()] / 2, 1e-6))
+    return float(sizes[big] / seconds[big]), float(max(seconds[sizes.argmin()] / 2, 1e-6)), ""
+
+
+def others_load(seconds: float = 1.0) -> float:
+    """Share of the machine's cores that other programs use just now."""
+    import psutil
+
+    return float(psutil.cpu_percent(seconds)) / 100
 
 
 def this_machine(tick: Callable[[str], None], layer_spec: str = "portable") -> Device:
@@ -100,14 +107,14 @@ def this_machine(tick: Callable[[str], None], layer_spec: str = "portable") -> D
         tick("matrix products")
         memory_rate = _worker("bandwidth", {}, folder)["bytes_per_second"]
         tick("memory")
-        links, latency = _links(folder)
+        links, latency, trouble = _links(folder)
         tick("all-reduce")
         bare = Device(
             name=THIS_MACHINE, flops={"float32": rate}, memory_bytes=psutil.virtual_memory().total,
             memory_bandwidth=memory_rate, devices_per_host=os.cpu_count() or 1, intra_host_bandwidth=links,
             intra_host_latency=latency, gemm_efficiency_forward=1.0, gemm_efficiency_backward=1.0,
             usable_memory=0.9, layer_overhead=0.0, confidence="measured",
-            source=f"mindferry plan --calibrate with layer_spec {layer_spec}",
+            source=f"mindferry plan --calibrate with layer_spec {layer_spec}{trouble}",
         )  # fmt: skip
         rows: list[dict[str, Any]] = []
         for layers, batch, seq in RUNS:
@@ -145,66 +152,52 @@ def job_for(device: Device, layers: int, batch: int, seq: int) -> Job:
                compute_dtype="float32", flash_attention=False, calibration=Calibration())  # fmt: skip
 
 
-_TIME = (
-    "gemm_passes",
-    "element_wise_passes",
-    "attention_passes",
-    "head_passes",
-    "optimizer_passes",
-    "step_overhead",
-)
+# Fitted from the runs. Element-wise traffic and the optimizer's keep their usual counts: at one width they cannot be
+# told from matrix products and from the constant.
+_TIME = ("gemm_passes", "attention_passes", "head_passes", "step_overhead")
 _MEMORY = ("static_factor", "activation_factor", "attention_factor", "logit_factor", "resident_bytes")
+_USUAL = {"element_wise_passes": 8.0, "optimizer_passes": 1.0}
 
 
 def fit_device(bare: Device, rows: list[dict[str, Any]]) -> Device:
     """`bare` with the coefficients that explain the measured steps and peaks best, none of them negative."""
-    zero = dict.fromkeys(_TIME, 0.0)
-    times, sizes = [], []
-    for row in rows:
-        st = strategy_for(row["layers"], batch_size=row["batch"])
+    device = bare.model_copy(update=_USUAL)
+    for names, key in ((_TIME, "seconds"), (_MEMORY, "peak")):
+        base = _predicted(device.model_copy(update=dict.fromkeys(names, 0.0)), rows, key)
         columns = []
-        for name in _TIME:
-            # Step time is linear in each coefficient: its column is the step with that one alone at 1.
-            only = bare.model_copy(update={**zero, name: 1.0})
-            columns.append(
-                Estimator(job_for(only, row["layers"], row["batch"], row["seq"])).estimate(st).step_seconds
-            )
-        times.append(columns)
-        sizes.append(_memory_columns(bare, row))
-    seconds = np.array([row["seconds"] for row in rows])
-    peaks = np.array([row["peak"] for row in rows])
-    return bare.model_copy(
-        update={
-            **dict(zip(_TIME, nonnegative(np.array(times), seconds), strict=True)),
-            **dict(zip(_MEMORY, nonnegative(np.array(sizes), peaks), strict=True)),
-        }
-    )
+        for name in names:
+            # Both are linear in each coefficient: its column is what it adds with that one alone at 1.
+            only = device.model_copy(update={**dict.fromkeys(names, 0.0), name: 1.0})
+            columns.append(_predicted(only, rows, key) - base)
+        measured = np.array([row[key] for row in rows])
+        found = nonnegative(np.array(columns).T, np.maximum(measured - base, 0.0), measured)
+        device = device.model_copy(update=dict(zip(names, found, strict=True)))
+    return device
 
 
-def _memory_columns(bare: Device, row: dict[str, Any]) -> list[float]:
-    """Predicted bytes by kind of a run: model states, activations without scores, scores, logits, a constant."""
-    zero = dict.fromkeys(_MEMORY, 0.0)
-    st = strategy_for(row["layers"], batch_size=row["batch"])
+def _predicted(device: Device, rows: list[dict[str, Any]], key: str) -> np.ndarray:
+    """Predicted `seconds` or `peak` of each measured run."""
     out = []
-    for name in _MEMORY:
-        only = bare.model_copy(update={**zero, name: 1.0})
-        est = Estimator(job_for(only, row["layers"], row["batch"], row["seq"]))
-        out.append(float(est.total(est.memory(st)).max()))
-    return out
+    for row in rows:
+        item = Estimator(job_for(device, row["layers"], row["batch"], row["seq"])).estimate(
+            strategy_for(row["layers"], batch_size=row["batch"])
+        )
+        out.append(item.step_seconds if key == "seconds" else float(item.total_bytes.max()))
+    return np.array(out)
 
 
-def nonnegative(columns: np.ndarray, target: np.ndarray) -> list[float]:
-    """Least squares of relative errors with coefficients of at least 0; columns of zeros get 0.
+def nonnegative(columns: np.ndarray, target: np.ndarray, scale: np.ndarray) -> list[float]:
+    """Least squares of columns @ x = target with x of at least 0, rows weighted by 1/scale; zero columns get 0.
 
     Columns are dropped one at a time, the most negative first; with so few of them that finds the optimum or is near.
     """
-    scaled = columns / target[:, None]
+    scaled, goal = columns / scale[:, None], target / scale
     active = [j for j in range(columns.shape[1]) if columns[:, j].max() > 0]
     solution = np.zeros(columns.shape[1])
     while active:
         part = scaled[:, active]
         weight = part.max(axis=0)
-        found = np.linalg.lstsq(part / weight, np.ones(len(target)), rcond=None)[0] / weight
+        found = np.linalg.lstsq(part / weight, goal, rcond=None)[0] / weight
         if (found >= 0).all():
             solution[active] = found
             break
