@@ -285,6 +285,55 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path):
     )
 
 
+def test_the_old_gpt2_yamls_are_understood(tmp_path):
+    # the keys of mindformers 1.3.2's run_gpt2_52b.yaml
+    old = tmp_path / "gpt2_52b.yaml"
+    old.write_text(
+        "use_parallel: True\nmicro_batch_interleave_num: 1\nrunner_config: {epochs: 1, batch_size: 1, sink_mode: "
+        "True}\nparallel: {parallel_mode: 1, full_batch: True, enable_parallel_optimizer: True}\n"
+        "parallel_config: {data_parallel: 8, model_parallel: 1, pipeline_stage: 16, micro_batch_num: 64,\n"
+        "  vocab_emb_dp: True, gradient_aggregation_group: 4}\n"
+        "recompute_config: {recompute: True, mp_comm_recompute: True, recompute_slice_activation: True}\n"
+        "model:\n  arch: {type: GPT2LMHeadModel}\n  model_config: {type: GPT2Config, seq_length: 1024, vocab_size: "
+        "50257,\n    hidden_size: 8192, num_layers: 64, num_heads: 64, expand_ratio: 4, param_init_type: float16,\n"
+        "    compute_dtype: float16, hidden_dropout_rate: 0.1, attention_dropout_rate: 0.1}\n"
+    )
+    out, code = answer("--check", old, "--devices", 128, "--device", "ascend-910-32g", "--explain")
+    assert code == 0, out["findings"]
+    best = out["strategies"][0]
+    assert best["global_batch_size"] == 512
+    assert best["layers_per_stage"] == [4] * 16
+    assert best["recompute"] == "full"
+    assert any(item["id"] == "plan.vocab.emb_dp" for item in out["findings"])
+    assert any("50257" in item["message"] for item in out["findings"])
+    text = (
+        old.read_text()
+        .replace("model_parallel: 1", "model_parallel: 2")
+        .replace("data_parallel: 8", "data_parallel: 4")
+    )
+    old.write_text(text)
+    out, code = answer("--check", old, "--devices", 128, "--device", "ascend-910-32g")
+    assert code == 1
+    assert "The vocab size of the embedding 50257" in out["rejected"][0]["reason"]
+
+
+def test_depth_is_counted_as_mindformers_does(tmp_path):
+    from mindformers.tools.check_rules import check_yaml_depth_before_loading
+
+    for depth in (3, 9, 10, 11, 14):
+        text = yaml.safe_dump(GOOD) + "x: " + "{a: " * (depth - 1) + "1" + "}" * (depth - 1) + "\n"
+        path = tmp_path / "deep.yaml"
+        path.write_text(text)
+        said = [v.message for v in runfile.read(path).unread]
+        if depth <= 10:
+            check_yaml_depth_before_loading(text)
+            assert said == []
+            continue
+        with pytest.raises(ValueError, match="nesting depth") as err:
+            check_yaml_depth_before_loading(text)
+        assert said == [str(err.value)]
+
+
 def test_unknown_key_message_is_mindformers(tmp_path):
     from mindformers.tools.register.template import ParallelConfig
 

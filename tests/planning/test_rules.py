@@ -392,6 +392,25 @@ def test_gpt2s_odd_vocabulary():
     assert [padded_vocab(50257, t) for t in (2, 4, 8)] == [50304] * 3
 
 
+def test_settings_that_mindformers_resets_are_warned_of():
+    x = layout(devices=2, pipeline_stage=2, micro_batch_num=2, vocab_emb_dp=True, use_legacy=True)
+    assert (
+        messages(x, "warning")["vocab.emb_dp"]
+        == "pipeline_stage = 2 > 1, vocab_emb_dp will be reset to False."
+    )
+    assert "converted to False" in messages(layout(vocab_emb_dp=True), "warning")["vocab.emb_dp"]
+    x = layout(micro_batch_num=4)
+    assert "Reset it to 1." in messages(x, "warning")["batch.ignored"]
+    assert x.micro_batches == 1
+    x = layout(devices=4, pipeline_stage=4, micro_batch_num=8, gradient_accumulation_steps=4)
+    assert "from 4 to 1" in messages(x, "warning")["batch.ignored"]
+    assert x.micro_batches == 8
+    x = layout(devices=2, data_parallel=2, parallel_mode=0, gradient_accumulation_steps=4)
+    assert "but got data_parallel mode" in messages(x, "warning")["batch.ignored"]
+    assert x.effective_batch == 2
+    assert "parallel.mode" in messages(layout(devices=4, model_parallel=4, vocab_size=50304, parallel_mode=0))
+
+
 def test_power_of_two_devices_are_a_warning_not_an_error():
     # mindspore#75: the automatic search wants a power of two
     for n in (6, 12, 40):

@@ -129,7 +129,7 @@ def test_the_ladder_ends_with_everything_recomputed():
 
 def test_the_bound_loses_nothing():
     # an exhaustive search, without the early end, finds the same best
-    for model, n in (("gpt2-medium", 8), ("llama2-70b", 64)):
+    for model, n in (("gpt2-medium", 8), ("llama2-70b", 32)):
         work = job(model, n * 16)
         few, all_of_them = search(work, n, top=3), search(work, n, top=10_000)
         assert few.skipped > 0 or few.examined == all_of_them.examined
@@ -139,9 +139,10 @@ def test_the_bound_loses_nothing():
 @pytest.mark.parametrize(("n", "limit"), [(1024, 2.0), (10_000, 20.0)])
 def test_speed(n, limit):
     work = job("gpt3-175b", default_global_batch(175_000_000_000, 2048, n), seq=2048)
-    start = time.perf_counter()
+    # processor time: what the search costs, whatever else the machine does; numpy is single-threaded here
+    start = time.process_time()
     found = search(work, n)
-    assert time.perf_counter() - start < limit
+    assert time.process_time() - start < limit
     assert found.best
     assert found.best[0].mfu > 0.3
 

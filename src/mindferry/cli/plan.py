@@ -54,6 +54,10 @@ def plan(
         None, "--micro-batch-num", min=1, help="Decide this yourself."
     ),
     batch_size: int | None = typer.Option(None, "--batch-size", min=1, help="Sequences a micro-batch."),
+    interleave: int | None = typer.Option(None, "--pp-interleave-num", min=1, help="Virtual stages a stage."),
+    optimizer_level: int | None = typer.Option(
+        None, "--optimizer-level", min=0, max=3, help="Optimizer parallel: 0 (off) to 3."
+    ),
     check: Path | None = typer.Option(None, "--check", metavar="RUN.YAML", help="Examine an existing YAML."),
     write: Path | None = typer.Option(None, "--write", metavar="RUN.YAML", help="Write the best strategy."),
     layout: str = typer.Option(
@@ -109,6 +113,7 @@ def plan(
         fixed=Fixed(
             data_parallel=data_parallel, model_parallel=model_parallel, pipeline_stage=pipeline_stage,
             context_parallel=context_parallel, micro_batch_num=micro_batch_num, batch_size=batch_size,
+            pp_interleave_num=interleave, optimizer_shard_level=optimizer_level,
         ),
     )  # fmt: skip
     if calibrate:
@@ -238,13 +243,16 @@ def _stability(ranges: list[dict[str, float]]) -> str:
 
 
 def _rejected(found: Found) -> list[dict[str, Any]]:
-    nearest = found.best[0].strategy.label() if found.best else None
-    return [
-        {"strategy": found.examples[rule][0].label() if found.examples.get(rule) and rule == "memory" else None,
-         "rule": rule, "reason": found.examples[rule][1] if rule in found.examples else "", "count": count,
-         "nearest": nearest}
-        for rule, count in found.reasons.most_common()
-    ]  # fmt: skip
+    """What was turned away: a rule, how often, one example, and the shown strategy nearest to it."""
+    from mindferry.planning.search import distance
+
+    out = []
+    for rule, count in found.reasons.most_common():
+        strategy, reason = found.examples[rule]
+        near = min(found.best, key=lambda item: distance(item.strategy, strategy), default=None)
+        out.append({"strategy": strategy.label(), "rule": rule, "reason": reason, "count": count,
+                    "nearest": near.strategy.label() if near else None})  # fmt: skip
+    return out
 
 
 def _warnings(resolved: Resolved, best: Estimate) -> list[Finding]:

@@ -168,6 +168,27 @@ def _vocab(x: Layout) -> Iterator[tuple[str, str]]:
         )
 
 
+@_rule(
+    "vocab.emb_dp",
+    SILENT,
+    "mindformers core/parallel_config.py, parallel_core/transformer_config.py",
+    "warning",
+)
+def _vocab_emb_dp(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.vocab_emb_dp or not x.semi_auto:
+        return
+    if not x.use_legacy:
+        yield (
+            "vocab_emb_dp is not supported in MCore, it will be converted to False automatically.",
+            "vocab_emb_dp: False",
+        )
+    elif x.pipeline_stage > 1:
+        yield (
+            f"pipeline_stage = {x.pipeline_stage} > 1, vocab_emb_dp will be reset to False.",
+            "vocab_emb_dp: False",
+        )
+
+
 def padded_vocab(vocab: int, model_parallel: int) -> int:
     """Smallest vocabulary of at least `vocab` rows that `model_parallel` and 128 (matrix tiles) divide."""
     step = math.lcm(128, model_parallel)

@@ -67,6 +67,8 @@ KNOWN_KEYS: dict[str, frozenset[str]] = {
     ),
     "model_config": frozenset(name for names in ALIASES.values() for name in names),
 }  # fmt: skip
+# mindformers refuses a YAML whose mappings nest deeper (YAML_MAX_NESTING_DEPTH).
+MAX_DEPTH = 10
 _MODES = {
     "stand_alone": -1,
     "data_parallel": 0,
@@ -132,6 +134,14 @@ def read(path: Path, devices: int | None = None, model: ModelSpec | None = None)
     config = _section(model_section, "model_config", path)
     found = RunFile(path, Layout(), None)
     found.unread.extend(_unknown_keys({**sections, "model_config": config}))
+    depth = _depth(content)
+    if depth > MAX_DEPTH:
+        found.unread.append(
+            Violation(
+                "keys.depth", f"YAML nesting depth {depth} exceeds the maximum allowed value of {MAX_DEPTH}", BEFORE,
+                "mindformers tools/check_rules.py", "fewer sections inside each other",
+            )
+        )  # fmt: skip
     values = _model_values(config, path)
     found.seq_length = _whole(values, "seq_length", 1024, path)
     found.compute_dtype = _dtype(values.get("compute_dtype"), "float16")
@@ -146,6 +156,13 @@ def read(path: Path, devices: int | None = None, model: ModelSpec | None = None)
     else:
         found.layout.devices = devices
     return found
+
+
+def _depth(node: Any, depth: int = 0) -> int:
+    """Mappings inside mappings, as mindformers counts them: lists end the count."""
+    if isinstance(node, Mapping) and node:
+        return max(_depth(value, depth + 1) for value in node.values())
+    return depth
 
 
 def _section(content: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

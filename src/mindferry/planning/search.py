@@ -90,10 +90,20 @@ def cuts(job: Job, devices: int, fixed: Fixed | None = None, found: Found | None
         if fixed.model_parallel is None and t > job.device.devices_per_host:
             break
         if m.num_attention_heads % t or m.num_query_groups % t or m.hidden_size % t or m.ffn_hidden_size % t:
-            _reject(found, "heads.model_parallel", f"model_parallel {t} does not divide the heads or widths")
+            _reject(
+                found,
+                "heads.model_parallel",
+                f"model_parallel {t} does not divide the heads or widths",
+                model_parallel=t,
+            )
             continue
         if m.position_embedding == "learned_absolute" and m.max_position_embeddings % t:
-            _reject(found, "vocab.model_parallel", f"model_parallel {t} does not divide the positions")
+            _reject(
+                found,
+                "vocab.model_parallel",
+                f"model_parallel {t} does not divide the positions",
+                model_parallel=t,
+            )
             continue
         vocab = padded_vocab(m.vocab_size, t)
         for c in divisors(devices // t):
@@ -106,6 +116,8 @@ def cuts(job: Job, devices: int, fixed: Fixed | None = None, found: Found | None
                     found,
                     "sequence.parallel",
                     f"{c * t} ranks cannot split {job.seq_length} positions evenly",
+                    model_parallel=t,
+                    context_parallel=c,
                 )
                 continue
             yield from _pipeline_cuts(job, devices, t, c, vocab, fixed, found)
@@ -119,14 +131,16 @@ def _pipeline_cuts(
         d = devices // (t * c * p)
         if not fixed.allows("pipeline_stage", p) or not fixed.allows("data_parallel", d):
             continue
+        here = {"data_parallel": d, "model_parallel": t, "context_parallel": c, "pipeline_stage": p}
         if p > layers:
-            _reject(found, "pipeline.layers", f"{p} stages for {layers} layers")
+            _reject(found, "pipeline.layers", f"{p} stages for {layers} layers", **here)
             continue
         if job.global_batch % d:
             _reject(
                 found,
                 "batch.global",
                 f"data_parallel {d} does not divide the global batch {job.global_batch}",
+                **here,
             )
             continue
         share = job.global_batch // d
@@ -135,7 +149,14 @@ def _pipeline_cuts(
             if share % b or not fixed.allows("micro_batch_num", m):
                 continue
             if p > 1 and m < p:
-                _reject(found, "pipeline.micro_batches", f"{m} micro-batches for {p} stages")
+                _reject(
+                    found,
+                    "pipeline.micro_batches",
+                    f"{m} micro-batches for {p} stages",
+                    batch_size=b,
+                    micro_batch_num=m,
+                    **here,
+                )
                 continue
             for v in _virtual(layers, p, m):
                 if fixed.allows("pp_interleave_num", v):
@@ -149,9 +170,9 @@ def _virtual(layers: int, p: int, m: int) -> list[int]:
     return [v for v in (1, 2, 3, 4, 5, 6, 8) if p * v <= layers]
 
 
-def _reject(found: Found, rule: str, message: str) -> None:
+def _reject(found: Found, rule: str, message: str, **degrees: Any) -> None:
     found.reasons[rule] += 1
-    found.examples.setdefault(rule, (Strategy(), message))
+    found.examples.setdefault(rule, (Strategy(**degrees), message))
 
 
 def search(

@@ -68,7 +68,7 @@ class Strategy:
         """none, select, full, or the per-stage list as mindformers takes it."""
         stages = self.layers_per_stage
         full = self.recompute or (0,) * len(stages)
-        if full == stages:
+        if full == stages and any(full):
             return "full"
         extra = " + select" if self.select else ""
         return f"{list(full)}{extra}" if any(full) else ("select" if self.select else "none")
