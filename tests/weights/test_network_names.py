@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindferry.spec import ModelSpec
-from mindferry.weights import target_names
+from mindferry.weights import TargetLayout, target_names
+from mindferry.weights.transforms import Chain, Geometry
 
 from .test_transforms import spec_of
 
@@ -85,6 +87,33 @@ def specs() -> dict[str, ModelSpec]:
     }
 
 
+A, G, D, H, F = 6, 2, 3, 5, 7  # heads, groups, size of a head, hidden size, MLP size
+
+
+def pieces() -> list[np.ndarray]:
+    """Rows of q, k, v, gate and up, each number once."""
+    numbers = iter(range(10_000))
+    return [
+        np.array([[next(numbers) for _ in range(H)] for _ in range(rows)], np.float32)
+        for rows in (A * D, G * D, G * D, F, F)
+    ]
+
+
+def packed_by_mindformers() -> dict[str, list]:
+    """What mindformers' own loader of Hugging Face weights makes of `pieces`, in each of its layouts."""
+    from mindformers.parallel_core.utils.model_mixin import TrainModelMixin
+
+    q, k, v, gate, up = pieces()
+    mixin = TrainModelMixin()
+    found = {
+        "per_group": mixin.concat_qkv_interleaved(q, k, v, "linear_q", D, G, A),
+        "flat": mixin.concat_qkv_contiguous(q, k, v, "linear_q"),
+        "interleaved": mixin.concat_linear_fc1_interleaved(gate, up, "gating", F),
+        "concatenated": mixin.concat_linear_fc1_contiguous(gate, up, "gating"),
+    }
+    return {name: next(iter(table.values())).tolist() for name, table in found.items()}
+
+
 def main() -> None:
     """Print the shapes of all cases as JSON, in a process whose mindformers context is its own."""
     from mindformers.core.context.build_context import build_context
@@ -92,11 +121,12 @@ def main() -> None:
     build_context(
         {"use_legacy": False, "use_parallel": False, "context": {"device_target": "CPU", "mode": 1}}
     )
-    print("SHAPES " + json.dumps({case: network_shapes(spec) for case, spec in specs().items()}))
+    shapes = {case: network_shapes(spec) for case, spec in specs().items()}
+    print("FOUND " + json.dumps({"shapes": shapes, "packed": packed_by_mindformers()}))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
+def mindformers() -> dict:
     pytest.importorskip("mindformers")
     run = subprocess.run(
         [sys.executable, "-m", "tests.weights.test_network_names"],
@@ -104,15 +134,31 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("SHAPES ")]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, run.stderr[-2000:]
-    return json.loads(lines[-1].removeprefix("SHAPES "))
+    return json.loads(lines[-1].removeprefix("FOUND "))
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_names_and_shapes_are_those_of_mindformers(built: dict, case: str) -> None:
+def test_names_and_shapes_are_those_of_mindformers(mindformers: dict, case: str) -> None:
     ours = {name: list(shape) for name, shape in target_names(specs()[case]).items()}
-    assert built[case] == ours
+    assert mindformers["shapes"][case] == ours
+
+
+@pytest.mark.parametrize("qkv", ["per_group", "flat"])
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+def test_packing_is_that_of_mindformers(mindformers: dict, qkv: str, gate_up: str) -> None:
+    spec = spec_of(
+        **{**SPECS["llama"], "hidden_size": H, "kv_channels": D, "ffn_hidden_size": F, "num_attention_heads": A,
+           "num_query_groups": G}
+    )  # fmt: skip
+    geometry = Geometry(spec, TargetLayout(qkv, gate_up))  # type: ignore[arg-type]
+    q, k, v, gate, up = pieces()
+    assert Chain.of(("qkv_separate",), geometry).forward([q, k, v])[0].tolist() == mindformers["packed"][qkv]
+    assert (
+        Chain.of(("gate_up_separate",), geometry).forward([gate, up])[0].tolist()
+        == mindformers["packed"][gate_up]
+    )
 
 
 if __name__ == "__main__":
