@@ -150,7 +150,7 @@ def test_all_problems_at_once() -> None:
     assert all(word in str(caught.value) for word in ("n_layer", "activation_function", "scale_attn_weights"))
 
 
-@pytest.mark.parametrize("found", ["bert", None, 3, ["gpt2"]])
+@pytest.mark.parametrize("found", ["gpt5", None, 3, ["gpt2"]])
 def test_another_family_names_what_is_supported(found: object) -> None:
     with pytest.raises(MindferryError, match=r"config.json: .*model_type.*supported: .*gpt2"):
         family_of(found, "config.json")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindferry.errors import UsageError, did_you_mean
+from mindferry.errors import MindferryError, UsageError, did_you_mean
 from mindferry.sources.config_json import ConfigDecision, ConfigReading, read_config
 from mindferry.sources.family import Common, Family
 from mindferry.sources.names import CanonicalStore
@@ -64,6 +64,16 @@ def assume(reading: ConfigReading, values: Mapping[str, Any], origin: str) -> Co
     return ConfigReading(spec, decisions, warnings)
 
 
+def _check_layers(spec: ModelSpec, store: TensorStore, origin: str) -> None:
+    """Refuse a number of layers that no file could fill, before the rules are spelled out for each of them."""
+    if spec.num_layers > len(store.names()):
+        raise MindferryError(
+            f"{origin}: {spec.num_layers} layers, but the weights have {len(store.names())} tensors in all",
+            remedy="config and weights must come from the same model",
+            id="weights.do-not-fit",
+        )
+
+
 def assemble(
     *,
     path: Path,
@@ -81,6 +91,7 @@ def assemble(
     """Read `tree` by the rules of `family` and bind its weight rules to the tensors of `inner`."""
     reading = assume(read_config(tree, family, shared, origin), options.assume, origin)
     store = CanonicalStore(inner, family.prefixes)
+    _check_layers(reading.spec, store, origin)
     geometry = Geometry(reading.spec, options.layout, padded_vocab_size)
     bound = bind(family.weights, family.ignored, geometry)
     key_of = reading.key_of()

@@ -25,22 +25,24 @@ KNOWN = (
 )
 
 
+Reader = Callable[[Path, Options], Source]
+
+
 def open_any(path: Path, options: Options) -> Source:
     """Open `path` with the first reader that recognises it."""
     if path.is_dir():
-        for marker, reader in _DIRECTORIES:
-            if (path / marker).exists():
-                return reader(path, options)
-        if megatron_shards.is_checkpoint(path):
-            return megatron.open_megatron(path, options)
-        legacy = mindformers_gpt2.find(path)
-        if legacy is not None:
-            return mindformers_gpt2.open_mindformers_gpt2(path, *legacy, options)
-        raise UsageError(
-            f"{path}: no model found: no config.json and no other known file",
-            remedy=f"give {KNOWN}",
-            id="source.no-config",
-        )
+        readers = _readers(path)
+        if not readers:
+            raise UsageError(
+                f"{path}: no model found: no config.json and no other known file",
+                remedy=f"give {KNOWN}",
+                id="source.no-config",
+            )
+        source = readers[0][1](path, options)
+        if len(readers) > 1:
+            others = " and ".join(title for title, _ in readers[1:])
+            source.warnings.insert(0, f"{path} holds {readers[0][0]}, which was taken, and {others}")
+        return source
     return _open_file(path, path, options)
 
 
@@ -64,9 +66,25 @@ def _nanogpt_directory(path: Path, options: Options) -> Source:
     return _open_file(path, file, options)
 
 
-_DIRECTORIES: list[tuple[str, Callable[[Path, Options], Source]]] = [
-    # LitGPT keeps the config.json of the model it came from beside its own files.
-    (litgpt.FILE, litgpt.open_litgpt),
-    ("config.json", huggingface.open_huggingface),
-    (nanogpt.FILE, _nanogpt_directory),
-]
+def _readers(path: Path) -> list[tuple[str, Reader]]:
+    """(what directory `path` holds, how to read it) for each known format; the first is to be taken."""
+    found: list[tuple[str, Reader]] = []
+    if (path / litgpt.FILE).exists():
+        # LitGPT keeps the config.json of the model it came from beside its own files.
+        found.append(("a LitGPT checkpoint", litgpt.open_litgpt))
+    if (path / "config.json").exists() and not found:
+        found.append(("a Hugging Face model", huggingface.open_huggingface))
+    if (path / nanogpt.FILE).exists():
+        found.append(("a nanoGPT checkpoint", _nanogpt_directory))
+    if megatron_shards.is_checkpoint(path):
+        found.append(("a Megatron-LM checkpoint", megatron.open_megatron))
+    legacy = mindformers_gpt2.find(path) if not found else None
+    if legacy is not None:
+        config, weights = legacy
+        found.append(
+            (
+                "a GPT-2 of mindformers 1.x",
+                lambda p, o: mindformers_gpt2.open_mindformers_gpt2(p, config, weights, o),
+            )
+        )
+    return found

@@ -152,6 +152,13 @@ def family_of(model_type: object, origin: str) -> Family:
     if isinstance(model_type, str) and model_type in table:
         return table[model_type]
     found = f"model_type is {model_type!r}" if model_type is not None else "there is no model_type"
+    reason = _load("_refused.yaml").get(model_type) if isinstance(model_type, str) else None
+    if reason:
+        raise MindferryError(
+            f"{origin}: {found}: {reason}",
+            remedy=f"supported are {', '.join(sorted(table))}",
+            id="source.refused-family",
+        )
     raise MindferryError(
         f"{origin}: {found}; supported: {', '.join(sorted(table))}",
         remedy="a new family is one file of declarations; see docs/sources.md",
