@@ -14,6 +14,7 @@ from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs im
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.transformer_config_utils import convert_to_transformer_config
 from mindformers.parallel_core.utils.model_mixin import ModelMixin, TrainModelMixin
+from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
 from mindferry.layers.portable import PortableDropout, make_portable, portable_layer_spec
@@ -51,6 +52,16 @@ class GPT2Config(PretrainedConfig):
         return config
 
 
+def _fused_works(config, activation) -> bool:
+    """Whether the fused layers can be used; a warning says why when not."""
+    from mindferry.layers.fused import why_not
+
+    reason = why_not(config, activation)
+    if reason:
+        logger.warning(f"layer_spec fused is not available, using portable: {reason}")
+    return not reason
+
+
 @MindFormerRegister.register(
     MindFormerModuleType.MODELS, legacy=False, search_names=("GPT2ForTraining", "GPT2LMHeadModel")
 )
@@ -72,15 +83,23 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
         settings = self.config
         transformer_config = self.convert_to_transformer_config(settings)
         portable = settings.layer_spec != "reference"
-        if portable:
+        fused = settings.layer_spec == "fused" and _fused_works(transformer_config, settings.activation)
+        if fused:
+            from mindferry.layers.fused import FusedGPTModel, fused_layer_spec, make_fused
+
+            model_class = FusedGPTModel
+            spec = fused_layer_spec(transformer_config, settings.activation)
+        elif portable:
+            model_class = GPTModel
             spec = portable_layer_spec(transformer_config, settings.activation)
         else:
+            model_class = GPTModel
             spec = get_gpt_layer_local_spec(
                 fused_norm=True,
                 use_contiguous_weight_layout_attention=transformer_config.use_contiguous_weight_layout_attention,
                 use_interleaved_weight_layout_mlp=transformer_config.use_interleaved_weight_layout_mlp,
             )
-        self.model = GPTModel(
+        self.model = model_class(
             config=transformer_config,
             transformer_layer_spec=spec,
             vocab_size=transformer_config.vocab_size,
@@ -88,7 +107,9 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
             position_embedding_type="learned_absolute",
             share_embeddings_and_output_weights=settings.tie_word_embeddings,
         )
-        if portable:
+        if fused:
+            make_fused(self.model, transformer_config, settings.embedding_dropout)
+        elif portable:
             make_portable(self.model)
             embedding = self.model.embedding
             embedding.embedding_dropout_prob = settings.embedding_dropout
