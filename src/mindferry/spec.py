@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
@@ -124,27 +124,85 @@ class ModelSpec(Spec):
 
 
 class Schedule(Spec):
-    """Learning rate over optimizer steps s = 0, 1, ...: the rate used by the update number s.
+    """Learning rate over optimizer steps s = 0, 1, ...: the rate used by update number s.
 
-    Warm-up is warmup_init + (learning_rate - warmup_init) * s / warmup_steps for s < warmup_steps, as in
-    transformers' `get_*_schedule_with_warmup`; then `kind` decays to min_learning_rate at total_steps.
+    The formulas are in mindferry.recipes.schedule. Warm-up rises from warmup_init to learning_rate over
+    s < warmup_steps; then `kind` decays to min_learning_rate, which it has reached at decay_steps.
+
+    Attributes:
+        warmup_rule: progress of the warm-up at step t of w: transformers, Megatron-LM and nanoGPT before
+            December 2024 have t/w, nanoGPT since then (t+1)/(w+1), gpt-neox max(1,t)/w.
+        warmup_shape: of the warm-up; only transformers' warmup_stable_decay has others than linear.
+        decay_steps: step at which the decay ends, where that is not the end of the run.
+        num_cycles: waves of a cosine (0.5 = down once), or number of hard restarts.
+        timescale, shift: inverse_sqrt is learning_rate / sqrt(max(s + shift, 1) / timescale).
+        wsd_decay_steps, wsd_shape: length and shape of the decay that ends a warmup-stable-decay schedule.
     """
 
-    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    kind: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"
+    ] = "cosine"
     learning_rate: PositiveFloat
     min_learning_rate: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
     warmup_init: NonNegativeFloat = 0.0
+    warmup_rule: Literal["t/w", "(t+1)/(w+1)", "max(1,t)/w"] = "t/w"
+    warmup_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     total_steps: PositiveInt
+    decay_steps: PositiveInt | None = None
+    num_cycles: PositiveFloat = 0.5
+    power: PositiveFloat = 1.0
+    timescale: PositiveInt | None = None
+    shift: int = 0
+    wsd_decay_steps: NonNegativeInt | None = None
+    wsd_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = "cosine"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Schedule:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}"
+            )
+        if self.kind == "wsd":
+            if self.wsd_decay_steps is None:
+                raise ValueError("a wsd schedule needs wsd_decay_steps")
+            end = self.decay_steps or self.total_steps
+            if self.warmup_steps + self.wsd_decay_steps > end:
+                raise ValueError(
+                    f"warmup_steps {self.warmup_steps} + wsd_decay_steps {self.wsd_decay_steps} is more than "
+                    f"the {end} steps of the schedule"
+                )
+        return self
 
 
 class OptimizerSpec(Spec):
-    """AdamW with decoupled decay and bias correction; decay is left out for 1-D tensors and biases."""
+    """AdamW with decoupled decay and bias correction.
+
+    Attributes:
+        decay: which tensors are decayed: "matrices" leaves out 1-D tensors and biases (mindformers, Megatron-LM,
+            nanoGPT and transformers' Trainer agree on that for GPT models), "all" decays every tensor
+            (torch.optim.AdamW given all parameters in one group).
+    """
 
     kind: Literal["AdamW"] = "AdamW"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
+    decay: Literal["matrices", "all"] = "matrices"
+
+
+class LossScale(Spec):
+    """Factor on the loss before the backward pass, so that small fp16 gradients do not vanish.
+
+    Static: only `value`. Dynamic: an overflow divides by `factor` (not below `floor`) and skips the update;
+    `window` steps in a row without one multiply by `factor`.
+    """
+
+    dynamic: bool = False
+    value: PositiveFloat = 1.0
+    factor: Annotated[float, Field(gt=1.0)] = 2.0
+    window: PositiveInt = 2000
+    floor: PositiveFloat = 1.0
 
 
 class Precision(Spec):
@@ -157,7 +215,16 @@ class Precision(Spec):
 
 
 class Recipe(Spec):
-    """How the network is trained. batch_size is sequences per micro-batch and process."""
+    """How the network is trained.
+
+    Attributes:
+        batch_size: sequences per micro-batch and process.
+        gradient_accumulation_steps: micro-batches per optimizer step and process.
+        per_token_loss: True averages the loss over all tokens of a step (transformers' Trainer since 4.46,
+            Megatron-LM's --calculate-per-token-loss); False averages the micro-batches' means (nanoGPT,
+            Megatron-LM's default). The same number when every micro-batch has as many tokens.
+        max_grad_norm: None: no clipping.
+    """
 
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: Schedule
@@ -166,8 +233,20 @@ class Recipe(Spec):
     batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: PositiveFloat | None = 1.0
-    loss_scale: PositiveFloat = 1.0
+    per_token_loss: bool = False
+    loss_scale: LossScale = LossScale()
     seed: NonNegativeInt = 42
+
+    @field_validator("loss_scale", mode="before")
+    @classmethod
+    def _static(cls, value: Any) -> Any:
+        """A bare number is a static scale."""
+        return LossScale(value=value) if isinstance(value, (int, float)) else value
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step and process."""
+        return self.batch_size * self.gradient_accumulation_steps
 
 
 class Parallelism(Spec):

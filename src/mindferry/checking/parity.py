@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ import numpy as np
 
 from mindferry.checking import sides
 from mindferry.checking.sides import Batch
+from mindferry.errors import UsageError
+from mindferry.recipes.schedule import rate
 from mindferry.targets.run_directory import RunDirectory
+from mindferry.targets.run_yaml import STOCK_SCHEDULES, TABLED, schedule_from
 
 STEP_TOLERANCE = 1e-4
 
@@ -34,21 +36,19 @@ class Parity:
 
 
 def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
-    """The rate of update number `step` (0, 1, ...) as transformers' schedules define it.
+    """The rate of update number `step` (0, 1, ...) as the source's framework defines run.yaml's lr_schedule.
 
-    warm-up: init + (peak - init) * step / warmup_steps; then constant, linear to `lr_end`, or half a cosine.
+    Raises:
+        UsageError: a schedule class whose formula is not known here.
     """
-    peak, end = schedule["learning_rate"], schedule.get("lr_end", 0.0)
-    warmup, total = schedule.get("warmup_steps", 0), schedule["total_steps"]
-    if step < warmup:
-        start = schedule.get("warmup_lr_init", 0.0)
-        return start + (peak - start) * step / warmup
-    if schedule["type"] == "ConstantWarmUpLR":
-        return peak
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    if schedule["type"] == "CosineWithWarmUpLR":
-        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * done))
-    return end + (peak - end) * (1.0 - done)
+    meant = schedule_from(schedule)
+    if meant is None:
+        raise UsageError(
+            f"run.yaml: lr_schedule.type: {schedule['type']!r} cannot be compared",
+            remedy=f"use one of {', '.join((*STOCK_SCHEDULES, TABLED))}",
+            id="verify.schedule",
+        )
+    return rate(meant, step)
 
 
 def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindferry.errors import UsageError, did_you_mean
-from mindferry.spec import ModelSpec, Recipe, Schedule
+from mindferry.spec import LossScale, ModelSpec, Recipe, Schedule, spec_from
 from mindferry.targets.model_keys import canonical, model_config_from
 
 MAX_YAML_BYTES = 1 << 20
@@ -37,25 +38,116 @@ _NOTES = {
     "activation": "the exact function: gelu_tanh (HF gelu_new) or gelu_erf (HF gelu)",
     "optimizer": "AdamW with bias correction; 1-D tensors and biases are not decayed",
     "mode": "0: graph (compiled), 1: PyNative (eager, for debugging)",
-    "gradient_accumulation_steps": "mindformers honours it in semi_auto_parallel only",
+    "gradient_accumulation_steps": "micro-batches of batch_size per optimizer step (`mindferry train` does them)",
 }
 
 
 def lr_schedule_block(schedule: Schedule) -> dict[str, Any]:
-    """mindformers' lr_schedule for `schedule`: the same rate at every step s = 0, 1, ..."""
+    """run.yaml's lr_schedule for `schedule`: mindformers' own class where its formula is the source's, else
+    ours, TabledLR. `train` computes either in float64 (mindferry.training.schedule)."""
     common = {
         "learning_rate": schedule.learning_rate,
         "warmup_steps": schedule.warmup_steps,
         "warmup_lr_init": schedule.warmup_init,
         "total_steps": schedule.total_steps,
     }
-    if schedule.kind == "constant":
-        return {"type": "ConstantWarmUpLR", **common}
-    if schedule.kind == "cosine":
-        return {"type": "CosineWithWarmUpLR", **common, "lr_end": schedule.min_learning_rate}
-    if schedule.min_learning_rate == 0.0:
-        return {"type": "LinearWithWarmUpLR", **common}
-    return {"type": "PolynomialWithWarmUpLR", **common, "lr_end": schedule.min_learning_rate, "power": 1.0}
+    low = schedule.min_learning_rate
+    stock = {
+        "constant": {"type": "ConstantWarmUpLR", **common},
+        "cosine": {"type": "CosineWithWarmUpLR", **common, "lr_end": low},
+        "linear": {"type": "LinearWithWarmUpLR", **common},
+    }
+    if low:
+        stock["linear"] = {"type": "PolynomialWithWarmUpLR", **common, "lr_end": low, "power": 1.0}
+    block = stock.get(schedule.kind)
+    if block is not None and schedule_from(block) == schedule:
+        return block
+    return tabled_block(schedule)
+
+
+def tabled_block(schedule: Schedule) -> dict[str, Any]:
+    """lr_schedule of `schedule` for TabledLR; what is not said is Schedule's default."""
+    block: dict[str, Any] = {
+        "type": TABLED,
+        "kind": schedule.kind,
+        "learning_rate": schedule.learning_rate,
+        "lr_end": schedule.min_learning_rate,
+        "warmup_steps": schedule.warmup_steps,
+        "warmup_lr_init": schedule.warmup_init,
+        "total_steps": schedule.total_steps,
+    }
+    for field in _TABLED_FIELDS:
+        value = getattr(schedule, field)
+        if value != Schedule.model_fields[field].default:
+            block[field] = value
+    return block
+
+
+TABLED = "TabledLR"
+
+_TABLED_FIELDS = (
+    *("warmup_rule", "warmup_shape", "decay_steps", "num_cycles", "power", "timescale", "shift"),
+    *("wsd_decay_steps", "wsd_shape"),
+)
+
+# mindformers' learning rate classes with a formula of ours -> the kind of Schedule.
+STOCK_SCHEDULES = {
+    "ConstantWarmUpLR": "constant",
+    "LinearWithWarmUpLR": "linear",
+    "CosineWithWarmUpLR": "cosine",
+    "PolynomialWithWarmUpLR": "polynomial",
+    "CosineWithRestartsAndWarmUpLR": "cosine_with_restarts",
+}
+
+
+def schedule_from(block: Mapping[str, Any]) -> Schedule | None:
+    """The Schedule that run.yaml's lr_schedule means, or None for a class that is not known here.
+
+    Raises:
+        UsageError: keys that do not go together.
+    """
+    kind = block.get("kind") if block["type"] == TABLED else STOCK_SCHEDULES.get(block["type"])
+    if kind is None and block["type"] != TABLED:
+        return None
+    total = block["total_steps"]
+    warmup = block.get("warmup_steps", 0)
+    if block.get("warmup_ratio") is not None:
+        warmup = int(total * block["warmup_ratio"])  # mindformers lets the ratio win
+    values = {key: block[key] for key in _TABLED_FIELDS if block.get(key) is not None}
+    if kind == "polynomial" and values.get("power", 1.0) == 1.0:
+        kind = "linear"
+    if block["type"] == "CosineWithRestartsAndWarmUpLR":
+        values.setdefault("num_cycles", 1.0)
+    return spec_from(
+        Schedule,
+        {
+            "kind": kind,
+            "learning_rate": block["learning_rate"],
+            "min_learning_rate": block.get("lr_end", 0.0),
+            "warmup_steps": warmup,
+            "warmup_init": block.get("warmup_lr_init", 0.0),
+            "total_steps": total,
+            **values,
+        },
+        "run.yaml: lr_schedule",
+    )
+
+
+# Our AdamW that decays every tensor; mindformers always leaves 1-D tensors and biases out.
+DECAY_ALL = "AdamWDecayAll"
+
+
+def scale_sense(scale: LossScale) -> float | dict[str, Any]:
+    """run.yaml's runner_wrapper.scale_sense."""
+    if not scale.dynamic:
+        return scale.value
+    return {
+        "type": "DynamicLossScaleUpdateCell",
+        "loss_scale_value": scale.value,
+        "scale_factor": scale.factor,
+        "scale_window": scale.window,
+        **({"scale_floor": scale.floor} if scale.floor != 1.0 else {}),
+    }
 
 
 def build(
@@ -99,10 +191,11 @@ def build(
             "type": "MFTrainOneStepCell",
             "use_clip_grad": True,
             "max_grad_norm": clip,
-            "scale_sense": recipe.loss_scale,
+            "scale_sense": scale_sense(recipe.loss_scale),
+            **({"calculate_per_token_loss": True} if recipe.per_token_loss else {}),
         },
         "optimizer": {
-            "type": recipe.optimizer.kind,
+            "type": "AdamW" if recipe.optimizer.decay == "matrices" else DECAY_ALL,
             "betas": list(recipe.optimizer.betas),
             "eps": recipe.optimizer.eps,
             "weight_decay": recipe.optimizer.weight_decay,

@@ -36,9 +36,10 @@ class RunnerConfig(Section):
 
 class ScaleSense(Section):
     type: StrictStr
-    loss_scale_value: Number
-    scale_factor: Number = 2
-    scale_window: StrictInt = 1000
+    loss_scale_value: Number = Field(gt=0)
+    scale_factor: Number = Field(2, gt=1)
+    scale_window: StrictInt = Field(1000, gt=0)
+    scale_floor: Number = Field(1.0, gt=0)
 
 
 class RunnerWrapper(Section):
@@ -70,6 +71,14 @@ class LrSchedule(Section):
     power: Number | None = None
     num_cycles: Number | None = None
     decay_steps: StrictInt | None = None
+    # TabledLR's own (mindferry.spec.Schedule)
+    kind: StrictStr | None = None
+    warmup_rule: StrictStr | None = None
+    warmup_shape: StrictStr | None = None
+    timescale: StrictInt | None = None
+    shift: StrictInt | None = None
+    wsd_decay_steps: StrictInt | None = None
+    wsd_shape: StrictStr | None = None
 
 
 class DataLoader(Section):

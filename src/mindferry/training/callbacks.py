@@ -16,6 +16,8 @@ from mindspore.train.callback import Callback
 
 from mindferry.training import checkpoints
 from mindferry.training.interruption import Interruption
+from mindferry.training.loss_scale import ScaleWatch
+from mindferry.training.wrappers import TRANSIENT
 
 
 def peak_memory_bytes() -> int:
@@ -38,6 +40,7 @@ class Outcome:
     Attributes:
         losses: loss of each step of this session, by step number.
         signal: number of the signal that ended the session early, or 0.
+        skipped: steps whose gradients overflowed; their batches were read, but nothing was learned.
     """
 
     first_step: int = 0
@@ -45,6 +48,7 @@ class Outcome:
     losses: dict[int, float] = field(default_factory=dict)
     signal: int = 0
     checkpoint: Path | None = None
+    skipped: list[int] = field(default_factory=list)
 
 
 class StepMetrics(Callback):
@@ -63,8 +67,10 @@ class StepMetrics(Callback):
         on_step: Callable[[dict[str, Any]], None],
         interruption: Interruption,
         on_batch: Callable[[int, tuple[Any, ...]], None] | None = None,
+        watch: ScaleWatch | None = None,
     ) -> None:
         super().__init__()
+        self._watch = watch or ScaleWatch()
         self._path, self._outcome, self._start, self._last = path, outcome, start_step, last_step
         self._on_step, self._interruption, self._on_batch = on_step, interruption, on_batch
 
@@ -99,12 +105,16 @@ class StepMetrics(Callback):
             "step_time": step_time,
             "tokens_per_second": tokens / step_time,
             "peak_memory_bytes": peak_memory_bytes(),
+            "skipped_steps": self._watch.skipped + bool(_scalar(outputs[1])),
         }
         self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
         self._outcome.losses[step] = math.nan if loss is None else loss
         self._outcome.last_step = step
         self._on_step(record)
+        if record["overflow"]:
+            self._outcome.skipped.append(step)
+        self._watch.see(step, record["overflow"], record["loss_scale"], loss)
         self._outcome.signal = self._interruption.number
         if self._outcome.signal:
             run_context.request_stop()
@@ -131,9 +141,18 @@ class CommittedCheckpoints(Callback):
     """
 
     def __init__(
-        self, root: Path, outcome: Outcome, *, every: int, keep: int, model: Any, state: dict[str, Any]
+        self,
+        root: Path,
+        outcome: Outcome,
+        *,
+        every: int,
+        keep: int,
+        model: Any,
+        state: dict[str, Any],
+        watch: ScaleWatch,
     ) -> None:
         super().__init__()
+        self._watch = watch
         self._root, self._outcome, self._every, self._keep = root, outcome, every, keep
         self._model, self._state = model, state
         self._saved = -1
@@ -152,7 +171,12 @@ class CommittedCheckpoints(Callback):
             return
         network = run_context.original_args().train_network
         weights, rest = split_parameters(network, self._model())
-        state = {**self._state, "step": step, "samples": step * self._state["global_batch_size"]}
+        state = {
+            **self._state,
+            "step": step,
+            "samples": step * self._state["global_batch_size"],
+            "skipped_steps": self._watch.skipped,
+        }
         self._outcome.checkpoint = checkpoints.save(self._root, step, weights, rest, state, self._keep)
         self._saved = step
 
@@ -160,7 +184,11 @@ class CommittedCheckpoints(Callback):
 def split_parameters(network: Any, model: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """All parameters of the training step as numpy: the model's weights, and everything else by name."""
     weights = {p.name: p.asnumpy() for p in model.get_parameters()}
-    rest = {p.name: p.asnumpy() for p in network.get_parameters() if p.name not in weights}
+    rest = {
+        p.name: p.asnumpy()
+        for p in network.get_parameters()
+        if p.name not in weights and not p.name.startswith(TRANSIENT)
+    }
     return weights, rest
 
 
@@ -195,7 +223,7 @@ class RestoreOptimizer(Callback):
         saved = self._checkpoint.optimizer()
         names = {p.name for p in self._model().get_parameters()}
         for parameter in network.get_parameters():
-            if parameter.name in names:
+            if parameter.name in names or parameter.name.startswith(TRANSIENT):
                 continue
             value = saved.get(parameter.name)
             if value is None or tuple(value.shape) != tuple(parameter.shape):

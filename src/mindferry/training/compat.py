@@ -3,6 +3,10 @@
 | what | why |
 |---|---|
 | PortableTrainOneStepCell | MFTrainOneStepCell asks NPUGetFloatStatusV2 for overflow; only Ascend has it |
+| AccumulatingTrainOneStepCell | gradient_accumulation_steps is reset to 1 outside semi-automatic parallelism |
+| TabledLR | schedules are computed in float32, and several of other frameworks have no class |
+| FlooredLossScale | DynamicLossScaleUpdateCell falls to 1 at the least, whatever the source's floor |
+| AdamWDecayAll | 1-D tensors and biases are never decayed, even where the source does it |
 | quiet() | mindformers opens log files in ./output and MindSpore prints to stderr while they are imported |
 | affinity_cpu_list: [] | mindformers always binds MindSpore's threads to cores, meant for hosts of NPUs with
   many; on two cores it made a step 1.6 times slower (0.43 s against 0.26 s, a 4-layer GPT-2) |
@@ -32,9 +36,18 @@ def graph_kernel(enabled: bool) -> None:
 
 
 # Wrappers of run.yaml -> the same step without Ascend's overflow register.
-PORTABLE_WRAPPERS = {"MFTrainOneStepCell": "PortableTrainOneStepCell"}
+PORTABLE_WRAPPERS = {
+    "MFTrainOneStepCell": "PortableTrainOneStepCell",
+    "TrainOneStepCell": "PortableTrainOneStepCell",
+    "TrainOneStepWithLossScaleCell": "PortableTrainOneStepCell",
+}
+
+# Wrappers that take micro_batches and per_token_loss.
+ACCUMULATING_WRAPPERS = ("PortableTrainOneStepCell", "AccumulatingTrainOneStepCell")
 
 
 def register_wrappers() -> None:
-    """Register the portable step wrappers with mindformers (idempotent)."""
+    """Register our step wrappers, learning rates and optimizers with mindformers (idempotent)."""
+    import mindferry.training.optimizers
+    import mindferry.training.schedule
     import mindferry.training.wrappers  # noqa: F401

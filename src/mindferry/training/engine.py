@@ -17,6 +17,7 @@ from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
 from mindferry.training import compat
 from mindferry.training.interruption import Interruption
+from mindferry.training.loss_scale import ScaleWatch
 from mindferry.training.weights_check import check_weights
 
 MODES = {"graph": 0, "pynative": 1}
@@ -119,12 +120,50 @@ def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
         content["context"].pop("max_device_memory", None)
         # Anything but a mapping keeps mindformers from binding MindSpore's threads (see compat).
         content["context"].setdefault("affinity_cpu_list", [])
+    elif content["runner_wrapper"]["type"] == "MFTrainOneStepCell" and _needs_own_steps(content):
+        content["runner_wrapper"]["type"] = "AccumulatingTrainOneStepCell"
     content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
+    _tabled_schedule(content)
+    _own_steps(content)
     content["train_dataset"]["batch_size"] = content["runner_config"]["batch_size"]
     content["train_dataset_task"]["dataset_config"] = copy.deepcopy(content["train_dataset"])
     effective = run.logs / "effective.yaml"
     write_text(effective, run_yaml.dump(content))
     return MindFormerConfig(str(effective))
+
+
+def _needs_own_steps(content: dict[str, Any]) -> bool:
+    """Accumulation that mindformers would reset: it does it in semi-automatic and automatic parallelism only."""
+    automatic = content["parallel"]["parallel_mode"] in (1, 2, "semi_auto_parallel", "auto_parallel")
+    return not automatic and content["runner_config"]["gradient_accumulation_steps"] > 1
+
+
+def _tabled_schedule(content: dict[str, Any]) -> None:
+    """Have the learning rate computed in float64 wherever its formula is known."""
+    block = content["lr_schedule"]
+    schedule = run_yaml.schedule_from(block) if block["total_steps"] > 0 else None
+    if schedule is not None:
+        content["lr_schedule"] = run_yaml.tabled_block(schedule)
+
+
+def _own_steps(content: dict[str, Any]) -> None:
+    """Hand accumulation, per-token loss and the loss-scale floor to our wrapper.
+
+    mindformers resets gradient_accumulation_steps to 1 outside semi-automatic parallelism, with a warning; here
+    the loader yields all sequences of an optimizer step and the wrapper cuts them into micro-batches.
+    """
+    runner, wrapper = content["runner_config"], content["runner_wrapper"]
+    if isinstance(wrapper.get("scale_sense"), dict):
+        if wrapper["scale_sense"]["type"] == "DynamicLossScaleUpdateCell":
+            wrapper["scale_sense"]["type"] = "FlooredLossScale"
+        else:
+            wrapper["scale_sense"].pop("scale_floor", None)
+    if wrapper["type"] not in compat.ACCUMULATING_WRAPPERS:
+        return
+    wrapper["micro_batches"] = runner["gradient_accumulation_steps"]
+    wrapper["per_token_loss"] = wrapper.pop("calculate_per_token_loss", False)
+    runner["batch_size"] *= runner["gradient_accumulation_steps"]
+    runner["gradient_accumulation_steps"] = 1
 
 
 def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
@@ -278,11 +317,13 @@ def _fit(
 
     outcome = callbacks.Outcome(first_step=start, last_step=start)
     rows = _rows(content)
-    batch = content["runner_config"]["batch_size"]
+    runner = content["runner_config"]
+    batch = runner["batch_size"] * runner["gradient_accumulation_steps"]
     steps_per_epoch = rows // batch
     if steps_per_epoch == 0:
         raise UsageError(
-            f"{run.yaml}: runner_config.batch_size: found {batch}, expected at most the {rows} sequences in data/",
+            f"{run.yaml}: runner_config: batch_size x gradient_accumulation_steps: found {batch}, expected at "
+            f"most the {rows} sequences in data/",
             id="data.too-small",
         )
     config.runner_config.epochs = -(-last // steps_per_epoch)
@@ -299,9 +340,10 @@ def _fit(
     parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
     if checkpoint:
         parts.append(callbacks.RestoreOptimizer(checkpoint, model))
+    watch = _watch(content, checkpoint)
     parts.append(
         callbacks.StepMetrics(
-            run.metrics, outcome, start, last, options.on_step, options.interruption, options.on_batch
+            run.metrics, outcome, start, last, options.on_step, options.interruption, options.on_batch, watch
         )
     )
     if monitor is not None:
@@ -313,12 +355,22 @@ def _fit(
                 keep=monitor.get("keep_checkpoint_max", 2),
                 model=model,
                 state=state,
+                watch=watch,
             )
         )
     trainer = Trainer(args=config, callbacks=parts)
     holder["trainer"] = trainer
     trainer.train()
     return outcome
+
+
+def _watch(content: dict[str, Any], checkpoint: Any) -> ScaleWatch:
+    """Overflow counting, going on from the checkpoint's count."""
+    sense = content["runner_wrapper"]["scale_sense"]
+    skipped = checkpoint.state.get("skipped_steps", 0) if checkpoint else 0
+    if not isinstance(sense, dict) or sense["type"] == "FixedLossScaleUpdateCell":
+        return ScaleWatch(skipped=skipped)
+    return ScaleWatch(dynamic=True, floor=float(sense["scale_floor"]), skipped=skipped)
 
 
 def _rows(content: dict[str, Any]) -> int:
