@@ -75,8 +75,8 @@ def _check_settings(seq_length: int, vocab_size: int, eos_token_id: int | None, 
 def _workspace(out_dir: Path, work_dir: Path | None, needed: Callable[[], int]) -> Iterator[Path]:
     """A directory to work in. Without `work_dir` it is temporary, and a failure leaves nothing behind.
 
-    A given `work_dir` stays after a failure, for the next attempt, and goes when all is well. `needed()` gives
-    the bytes to ask for when the disk is full.
+    A given `work_dir` stays after an interruption or a full disk, for the next attempt; when all is well, or when
+    the input is at fault, it goes. `needed()` gives the bytes to ask for when the disk is full.
     """
     from filelock import FileLock, Timeout
 
@@ -95,10 +95,13 @@ def _workspace(out_dir: Path, work_dir: Path | None, needed: Callable[[], int]) 
         raise UsageError(
             f"{out_dir}: cannot be written: {err.strerror}", remedy="choose another place", id="data.out"
         ) from None
-    done = False
+    done, keep = False, work_dir is not None
     try:
         yield work
         done = True
+    except MindferryError:
+        keep = False
+        raise
     except (OSError, RuntimeError) as err:
         # MindSpore's C++ side looks for free space itself, and reports a failed write as RuntimeError.
         full = (
@@ -109,7 +112,7 @@ def _workspace(out_dir: Path, work_dir: Path | None, needed: Callable[[], int]) 
         raise
     finally:
         lock.release()
-        if done or work_dir is None:
+        if done or not keep:
             shutil.rmtree(work, ignore_errors=True)
         if not done and not existed:
             with contextlib.suppress(OSError):

@@ -1,0 +1,136 @@
+"""What is in a data set: a look at a sample of its tokens, as a person would take one before a long run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindferry.data.inputs import Reading, Source, find_sources, pieces
+from mindferry.data.tokenizer import Tokenizer
+from mindferry.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Tokens of the sample that are shown as text.
+_SHOWN = 64
+
+# Length of the windows that are looked at for repetition.
+_WINDOW = 32
+
+
+@dataclass
+class TokenStatistics:
+    """Of a sample of `tokens` tokens.
+
+    Attributes:
+        largest: the largest id seen.
+        out_of_range: ids that are negative or not below the vocabulary.
+        distinct: different ids seen.
+        entropy_bits: entropy of the distribution of single ids; log2(vocab_size) at most. English in a
+            vocabulary of 50,000 lies near 10; below 5 something repeats.
+        repeated_share: share of windows of 32 tokens that occurred before in the sample: duplicated text.
+        eod_share, unknown_share: share of the end-of-document and of the unknown token; None: not known which it is.
+        tokens_per_document: mean distance of end-of-document tokens.
+        common: the ten most frequent ids as (id, share, text).
+        text: the first tokens, decoded.
+    """
+
+    tokens: int = 0
+    largest: int = -1
+    out_of_range: int = 0
+    distinct: int = 0
+    entropy_bits: float = 0.0
+    repeated_share: float = 0.0
+    eod_share: float | None = None
+    unknown_share: float | None = None
+    tokens_per_document: float | None = None
+    common: list[tuple[int, float, str]] = field(default_factory=list)
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, ready for json.dumps."""
+        return asdict(self)
+
+
+def sample_tokens(path: Path, limit: int = 1 << 20, raw_dtype: str = "uint16") -> NDArray[np.int64]:
+    """The first `limit` tokens of a data set of ids: Megatron, nanoGPT or MindRecord.
+
+    Raises:
+        UsageError: `path` holds text, or nothing.
+        MindferryError: the data set is damaged.
+    """
+    source = find_sources([path])[0]
+    if source.has_text:
+        raise UsageError(
+            f"{path}: holds text, expected tokens", remedy="make tokens of it with `mindferry data build`"
+        )
+    parts: list[NDArray[np.int64]] = []
+    size = 0
+    for ids in _ids(source, raw_dtype):
+        parts.append(ids)
+        size += len(ids)
+        if size >= limit:
+            break
+    if not size:
+        raise UsageError(f"{path}: no tokens in it", id="data.empty")
+    return np.concatenate(parts)[:limit]
+
+
+def _ids(source: Source, raw_dtype: str) -> Iterator[NDArray[np.int64]]:
+    for piece in pieces(source, Reading(raw_dtype=raw_dtype), None):
+        if piece.ids is not None and len(piece.ids):
+            yield piece.ids
+
+
+def token_statistics(
+    tokens: NDArray[np.int64],
+    vocab_size: int | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eod_token_id: int | None = None,
+    unknown_token_id: int | None = None,
+) -> TokenStatistics:
+    """Look at `tokens` (int64, one dimension); what needs a tokenizer or a vocabulary is left out without one."""
+    result = TokenStatistics(tokens=len(tokens))
+    if not len(tokens):
+        return result
+    values, counts = np.unique(tokens, return_counts=True)
+    shares = counts / len(tokens)
+    result.largest, result.distinct = int(values[-1]), len(values)
+    bad = (values < 0) | (values >= vocab_size) if vocab_size is not None else values < 0
+    result.out_of_range = int(counts[bad].sum())
+    result.entropy_bits = float(-(shares * np.log2(shares)).sum())
+    result.repeated_share = _repeated(tokens)
+
+    def share_of(token: int | None) -> float | None:
+        return None if token is None else float(shares[values == token].sum())
+
+    result.eod_share, result.unknown_share = share_of(eod_token_id), share_of(unknown_token_id)
+    if result.eod_share:
+        result.tokens_per_document = 1.0 / result.eod_share
+    for i in np.argsort(-counts, kind="stable")[:10]:
+        token = int(values[i])
+        text = _text(tokenizer, [token])
+        result.common.append((token, float(shares[i]), text))
+    result.text = _text(tokenizer, tokens[:_SHOWN].tolist())
+    return result
+
+
+def _text(tokenizer: Tokenizer | None, ids: list[int]) -> str:
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode([token for token in ids if 0 <= token < tokenizer.size])
+
+
+def _repeated(tokens: NDArray[np.int64]) -> float:
+    """Share of the windows of _WINDOW tokens, side by side, that equal an earlier one."""
+    rows = len(tokens) // _WINDOW
+    if not rows:
+        return 0.0
+    windows = np.ascontiguousarray(tokens[: rows * _WINDOW].reshape(rows, _WINDOW))
+    return 1.0 - len(np.unique(windows, axis=0)) / rows
