@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindferry.data.blend import compile_megatron_helper, megatron_train_dataset
 from mindferry.data.megatron import MegatronWriter, open_megatron
+from mindferry.data.mindrecord import COLUMNS
 from mindferry.data.order import GPTSampleOrder, blend_order, split_ranges
-from mindferry.errors import UsageError
+from mindferry.errors import MindferryError, UsageError
 
 S = 16
 
@@ -114,3 +116,81 @@ def test_weighted_blend(tmp_path: Path) -> None:
     assert np.bincount(which[:100]).tolist() == [50, 30, 20]
     with pytest.raises(UsageError, match="expected positive numbers"):
         blend_order([1.0, 0.0], 4)
+
+
+def test_train_dataset_of_a_run(tmp_path: Path) -> None:
+    """The block for run.yaml, built by mindformers' own CausalLanguageModelDataset: batches in Megatron's order."""
+    from mindformers.dataset import CausalLanguageModelDataset
+    from mindformers.tools.register import MindFormerConfig
+
+    compile_megatron_helper()
+    prefixes = [dataset(tmp_path, "a", seed=1), dataset(tmp_path, "b", seed=2)]
+    samples, batch = 64, 4
+    block = megatron_train_dataset(
+        [(3, prefixes[0]), (1, prefixes[1])], seq_length=S, samples=samples, seed=5, cache=tmp_path / "cache"
+    )
+    dataset_config = MindFormerConfig(**block, batch_size=batch, numa_enable=False)
+    rows = list(
+        CausalLanguageModelDataset(dataset_config=dataset_config).create_dict_iterator(
+            num_epochs=1, output_numpy=True
+        )
+    )
+    which, number, built = blend_order([3, 1], samples)
+    orders = [GPTSampleOrder(open_megatron(p), S, n, 5) for p, n in zip(prefixes, built, strict=True)]
+    assert len(rows) >= samples // batch
+    for step, row in enumerate(rows[: samples // batch]):
+        assert {name: value.dtype for name, value in row.items()} == dict.fromkeys(COLUMNS, np.dtype("int32"))
+        for k in range(batch):
+            tokens = orders[which[step * batch + k]].tokens(int(number[step * batch + k]))
+            np.testing.assert_array_equal(row["input_ids"][k], tokens[:-1])
+            np.testing.assert_array_equal(row["labels"][k], tokens[1:])
+        np.testing.assert_array_equal(row["position_ids"], np.tile(np.arange(S), (batch, 1)))
+
+
+def test_train_dataset_refuses(tmp_path: Path) -> None:
+    prefix = dataset(tmp_path, "a")
+    good: dict[str, Any] = {"seq_length": S, "samples": 8}
+    for parts, changed, message in (
+        ([], {}, "no Megatron data set given"),
+        ([(0.0, prefix)], {}, "expected positive numbers"),
+        ([(1.0, prefix)], {"samples": 0}, "samples: found 0"),
+        ([(1.0, prefix)], {"seq_length": 1 << 20}, "expected at least 1048577"),
+        ([(1.0, prefix)], {"split": "0,1,0"}, "0 tokens in train"),
+        ([(1.0, tmp_path / "none")], {}, r"none\.bin: no such file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            megatron_train_dataset(parts, **(good | changed))
+
+
+def test_the_helper_is_compiled_for_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.machinery
+    import importlib.util
+    import shutil
+
+    spec = importlib.util.find_spec("mindformers")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / "dataset/blended_datasets/helpers.cpp"
+    shutil.copy(source, tmp_path)
+    made = compile_megatron_helper(tmp_path)
+    assert made.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
+    loaded = importlib.util.spec_from_file_location("helpers", made)
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(module)
+    index = module.build_sample_idx(
+        np.asarray([5, 6], np.int32), np.asarray([1, 0], np.int32), 3, 1, 11, True, 1
+    )
+    assert index.tolist() == [[0, 0], [0, 3], [1, 0], [1, 3]]
+    before = made.stat().st_mtime_ns
+    assert compile_megatron_helper(tmp_path).stat().st_mtime_ns == before
+    made.unlink()
+    (tmp_path / "helpers.cpp").write_text("this is no C++")
+    with pytest.raises(MindferryError, match="does not compile"):
+        compile_megatron_helper(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["helpers.cpp"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(MindferryError, match=r"a C\+\+ compiler is missing"):
+        compile_megatron_helper(tmp_path)

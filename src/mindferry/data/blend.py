@@ -1,0 +1,166 @@
+"""Megatron files as the train_dataset of a run.yaml, and the helper that mindformers compiles for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindferry.data.megatron import open_megatron, paths
+from mindferry.data.mindrecord import COLUMNS
+from mindferry.data.order import blend_order, split_ranges
+from mindferry.errors import MindferryError, UsageError
+
+
+def megatron_train_dataset(
+    parts: Sequence[tuple[float, Path]],
+    *,
+    seq_length: int,
+    samples: int,
+    seed: int = 1234,
+    split: str = "1, 0, 0",
+    cache: Path | str = "./data/index-cache",
+    prefetch_size: int = 2,
+) -> dict[str, Any]:
+    """`train_dataset` that reads .bin/.idx with mindformers' BlendedMegatronDatasetDataLoader.
+
+    Columns and shapes are those of a MindRecord of ours (mindferry.data.mindrecord.COLUMNS). The order of samples is
+    Megatron's for the same seed, seq_length, split and `samples` (mindferry.data.order).
+
+    Args:
+        parts: (weight, prefix) of each data set; the weights need not sum to 1.
+        samples: sequences of the whole run: optimizer steps times global batch size.
+        split: shares of train, valid and test, cut by sequences of the .idx.
+        cache: directory for mindformers' index files, made by it; relative to run.yaml.
+
+    Raises:
+        UsageError: no part, a missing file, a weight that is not positive, too few tokens.
+        MindferryError: a damaged index.
+    """
+    if not parts:
+        raise UsageError("no Megatron data set given", remedy="give at least one prefix")
+    if samples <= 0:
+        raise UsageError(f"samples: found {samples}, expected a positive number")
+    blend_order([weight for weight, _ in parts], 1)  # checks the weights
+    names = []
+    for _, prefix in parts:
+        data = open_megatron(prefix)
+        train = split_ranges(split, len(data.lengths))[0]
+        tokens = int(data.lengths[train.start : train.stop].sum(dtype="int64"))
+        if tokens < seq_length + 1:
+            raise UsageError(
+                f"{prefix}: {tokens} tokens in train of split {split!r}, expected at least {seq_length + 1}",
+                remedy="give more data or another split; nanoGPT's train.bin is one sequence, which no split divides",
+                id="data.too-short",
+            )
+        names.append(str(paths(prefix)[0].with_suffix("").resolve()))
+    total = sum(weight for weight, _ in parts)
+    if len(names) == 1:
+        data_path = names
+    else:
+        data_path = [
+            item
+            for (weight, _), name in zip(parts, names, strict=True)
+            for item in (f"{weight / total:.12g}", name)
+        ]
+    return {
+        "data_loader": {
+            "type": "BlendedMegatronDatasetDataLoader",
+            "datasets_type": "GPTDataset",
+            "sizes": [samples, 0, 0],
+            "shuffle": False,  # the order is in the data set's own index
+            "config": {
+                "seed": seed,
+                "seq_length": seq_length,
+                "data_path": data_path,
+                "split": split,
+                "path_to_cache": str(cache),
+                "mmap_bin_files": True,
+                "create_attention_mask": False,
+                "create_compressed_eod_mask": False,
+                "reset_position_ids": False,
+                "reset_attention_mask": False,
+                "eod_mask_loss": False,
+                # Neither id occurs, so nothing is masked: a token that closes a document is trained like any other.
+                "eod": -1,
+                "pad": -1,
+            },
+        },
+        "input_columns": list(COLUMNS),
+        "construct_args_key": list(COLUMNS),
+        "num_parallel_workers": 1,
+        "python_multiprocessing": False,
+        "drop_remainder": True,
+        "repeat": 1,
+        "prefetch_size": prefetch_size,
+        "seed": seed,
+    }
+
+
+def compile_megatron_helper(directory: Path | None = None) -> Path:
+    """Compile mindformers' C++ helper for this very Python, if that has not been done; returns its path.
+
+    mindformers runs `make`, which asks whatever `python3` and `python3-config` stand first on the PATH, and ends the
+    process when that fails. `directory` is its blended_datasets package (default: the installed one).
+
+    Raises:
+        MindferryError: no compiler, no pybind11, or the compiler's error.
+    """
+    if directory is None:
+        import importlib.util
+
+        spec = importlib.util.find_spec("mindformers")
+        if spec is None or not spec.submodule_search_locations:
+            raise MindferryError(
+                "mindformers is not installed", remedy="pip install mindferry", id="env.missing"
+            )
+        directory = Path(spec.submodule_search_locations[0]) / "dataset" / "blended_datasets"
+    source = directory / "helpers.cpp"
+    target = directory / f"helpers{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
+        return target
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    headers = _pybind11_headers()
+    if compiler is None or headers is None:
+        missing = "a C++ compiler" if compiler is None else "pybind11"
+        raise MindferryError(
+            f"{source}: {missing} is missing to compile it",
+            cause="mindformers reads Megatron files with a helper that it compiles at first use",
+            remedy="install g++ (apt-get install g++)" if compiler is None else "pip install pybind11",
+            id="megatron.helper",
+        )
+    building = target.with_name(f".{target.name}.{os.getpid()}")
+    includes = [f"-I{headers}", f"-I{sysconfig.get_paths()['include']}"]
+    words = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(building)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise MindferryError(
+                f"{source}: does not compile for Python {sys.version.split()[0]}",
+                evidence=done.stderr[-2000:],
+                remedy="see the evidence; usually the headers of Python are missing (apt-get install python3-dev)",
+                id="megatron.helper",
+            )
+        os.replace(building, target)
+    except OSError as err:
+        raise MindferryError(
+            f"{target}: cannot be written: {err.strerror}",
+            remedy="make it once with the right to write there",
+        ) from None
+    finally:
+        building.unlink(missing_ok=True)
+    return target
+
+
+def _pybind11_headers() -> str | None:
+    try:
+        import pybind11
+
+        return str(pybind11.get_include())
+    except ImportError:
+        return None
