@@ -11,6 +11,7 @@ import numpy as np
 
 from mindferry.errors import MindferryError, UsageError
 from mindferry.targets.run_directory import RunDirectory
+from mindferry.targets.run_yaml import ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -99,26 +100,38 @@ def torch_loss(logits: Any, batch: Batch) -> Any:
     return (losses * mask).sum() / mask.sum()
 
 
-# transformers' modules by the name their output has on the target's side. `{}` is the layer number.
-TORCH_POINTS = {
-    "embedding": ("transformer.drop",),
-    "decoder.layers.{}": ("transformer.h.{}",),
-    "decoder.final_layernorm": ("transformer.ln_f",),
-}
+# Where transformers' decoders keep their layers and their final norm; the first pair that exists is taken.
+TORCH_DECODERS = (
+    ("transformer.h", "transformer.ln_f"),
+    ("model.layers", "model.norm"),
+    ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    ("model.decoder.layers", "model.decoder.final_layer_norm"),
+)
 
 
-def _hook_torch(model: Any, num_layers: int, trace: Trace) -> list[Any]:
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _hook_torch(model: Any, trace: Trace) -> list[Any]:
+    """Record what enters the first layer ("embedding"), what leaves each, and the final norm."""
     modules = dict(model.named_modules())
-    hooks = []
-    for point, paths in TORCH_POINTS.items():
-        for number in range(num_layers) if "{}" in point else (0,):
-            module = next(modules[p.format(number)] for p in paths if p.format(number) in modules)
+    layers, norm = next(pair for pair in TORCH_DECODERS if all(path in modules for path in pair))
 
-            def keep(_module: Any, _inputs: Any, output: Any, name: str = point.format(number)) -> None:
-                tensor = output[0] if isinstance(output, tuple) else output
-                trace.activations[name] = tensor.detach().numpy().copy()
+    def keep(name: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            trace.activations[name] = _first(output).detach().numpy().copy()
 
-            hooks.append(module.register_forward_hook(keep))
+        return hook
+
+    def keep_input(_module: Any, inputs: Any, named: Any) -> None:
+        entering = inputs[0] if inputs else named["hidden_states"]
+        trace.activations["embedding"] = entering.detach().numpy().copy()
+
+    hooks = [modules[f"{layers}.0"].register_forward_pre_hook(keep_input, with_kwargs=True)]
+    for number, layer in enumerate(modules[layers]):
+        hooks.append(layer.register_forward_hook(keep(f"decoder.layers.{number}")))
+    hooks.append(modules[norm].register_forward_hook(keep("decoder.final_layernorm")))
     return hooks
 
 
@@ -127,7 +140,7 @@ def run_torch(model: Any, source: Any, batch: Batch) -> Trace:
     import torch
 
     trace = Trace()
-    hooks = _hook_torch(model, source.spec.num_layers, trace)
+    hooks = _hook_torch(model, trace)
     ids = torch.from_numpy(batch.input_ids.astype(np.int64))
     logits = model(input_ids=ids, use_cache=False).logits
     for hook in hooks:
@@ -137,17 +150,21 @@ def run_torch(model: Any, source: Any, batch: Batch) -> Trace:
     loss.backward()
     trace.logits = logits.detach().numpy().copy()
     trace.loss = float(loss)
-    trace.gradients = map_to_target(source, torch_arrays(model, lambda p: p.grad))
+    trace.gradients = map_to_target(source, torch_arrays(model, source, lambda p: p.grad))
     return trace
 
 
-def torch_arrays(model: Any, pick: Any) -> dict[str, np.ndarray]:
+def torch_arrays(model: Any, source: Any, pick: Any) -> dict[str, np.ndarray]:
     """pick(parameter) of every parameter, as numpy, by the names that the weight rules use."""
+    wanted = source.rules.source_shapes()
     arrays = {}
     for name, parameter in model.named_parameters():
         value = pick(parameter)
-        if value is not None:
-            arrays[name.removeprefix("transformer.")] = value.detach().numpy()
+        # The rules leave out the wrappers in front: "transformer.", "model.decoder.", ...
+        while name not in wanted and "." in name:
+            name = name.partition(".")[2]
+        if value is not None and name in wanted:
+            arrays[name] = value.detach().numpy()
     return arrays
 
 
@@ -254,7 +271,8 @@ def check_pair(source: Any, content: Mapping[str, Any], run: RunDirectory) -> No
         MindferryError: family or vocabulary differ, so no comparison makes sense.
     """
     config = content["model"]["model_config"]
-    for key, wanted in (("model_type", source.family), ("vocab_size", source.spec.vocab_size)):
+    model_type = ARCHITECTURES[source.family][2] if source.family in ARCHITECTURES else source.family
+    for key, wanted in (("model_type", model_type), ("vocab_size", source.spec.vocab_size)):
         if config.get(key) != wanted:
             raise MindferryError(
                 f"{run.yaml}: {key}: found {config.get(key)!r}, the source has {wanted!r}",

@@ -20,9 +20,12 @@ from mindformers.parallel_core.training_graph.transformer.dropout import Dropout
 from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
 from mindformers.parallel_core.training_graph.transformer.norm import get_norm_cls
 from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayer
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import SplitWithSize
 from mindspore.ops.operations import Morph
+
+from mindferry.layers.rotary import ApplyRotary, RotaryTables
 
 
 class CoreAttention(nn.Cell):
@@ -91,6 +94,43 @@ class NamedActivationMLP(MLPInterleaved):
 
 # mindferry.spec.Activation -> a cell, for those that are not mindformers' own.
 OTHER_ACTIVATIONS = {"gelu_erf": lambda: GELU(approximate=False), "relu": nn.ReLU}
+
+
+class ParallelResidualLayer(TransformerLayer):
+    """x + attention(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX; mindformers' layer knows the serial form only."""
+
+    def construct(
+        self,
+        hidden_states,
+        attention_mask=None,
+        context=None,
+        context_mask=None,
+        rotary_pos_emb=None,
+        prefix_keys_values=None,
+        extra_loss=0.0,
+        actual_seq_len=None,
+        sharded_key=None,
+        sharded_value=None,
+        attention_loss=0.0,
+    ):
+        attended, attention_bias = self.self_attention(
+            self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            prefix_keys_values=prefix_keys_values,
+            actual_seq_len=actual_seq_len,
+        )
+        if attention_bias is not None:
+            attended = attended + attention_bias
+        transformed, mlp_bias, extra_loss = self.mlp(
+            self.pre_mlp_layernorm(hidden_states), extra_loss=extra_loss
+        )
+        if mlp_bias is not None:
+            transformed = transformed + mlp_bias
+        output = (
+            hidden_states + self.hidden_states_dropout(attended) + self.hidden_states_dropout(transformed)
+        )
+        return ops.cast(output, self.compute_dtype), context, extra_loss, attention_loss
 
 
 class RowLookup(nn.Cell):
@@ -186,12 +226,13 @@ class CrossEntropy(nn.Cell):
         return total / count
 
 
-def portable_layer_spec(config, activation):
+def portable_layer_spec(config, activation, parallel_residual=False):
     """TransformerBlockSubmodules of `config.num_layers` portable layers.
 
     Args:
         config: mindformers TransformerConfig.
         activation: the exact function, a mindferry.spec.Activation.
+        parallel_residual: attention and MLP side by side (GPT-NeoX).
     """
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
@@ -201,6 +242,8 @@ def portable_layer_spec(config, activation):
     )
     layer.submodules.self_attention.module = SelfAttentionUnrepeated
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    if parallel_residual:
+        layer.module = ParallelResidualLayer
     if activation in OTHER_ACTIVATIONS:
         layer.submodules.mlp.module = NamedActivationMLP
         layer.submodules.mlp.params = {"activation": activation}
@@ -219,19 +262,27 @@ _MORPHS = {
 }
 
 
-def make_portable(model) -> None:
+def make_portable(model, rotary=None) -> None:
     """Replace, in this one GPTModel, what has no CPU kernel or no PyNative form.
 
     Only attributes of the given instance change; mindformers' classes stay as they are.
+
+    Args:
+        rotary: (cosines, sines) of mindferry.layers.rotary.rotary_tables, for models with rotary positions.
 
     Raises:
         RuntimeError: a Morph is left that this table does not know (another mindformers version).
     """
     lookup, split = RowLookup(), SplitLast()
     model.loss = CrossEntropy(model.calculate_per_token_loss)
+    apply_rotary = ApplyRotary()
+    if rotary is not None:
+        model.rotary_pos_emb = RotaryTables(*rotary)
     for _, cell in model.cells_and_names():
         if isinstance(cell, VocabParallelEmbedding):
             cell.embedding_morph = lookup
+        if isinstance(cell, SelfAttention):
+            cell.apply_rotary_pos_emb = apply_rotary
         for morph, method in _MORPHS.items():
             if isinstance(getattr(cell, morph, None), Morph):
                 setattr(cell, morph, getattr(cell, method))

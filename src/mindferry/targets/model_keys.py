@@ -42,6 +42,7 @@ KEYS: tuple[Key, ...] = (
     Key("normalization", "LayerNorm", (), "normalization"),
     Key("layernorm_epsilon", 1e-5, ("layer_norm_epsilon", "rms_norm_eps"), "layernorm_epsilon"),
     Key("qk_layernorm", False, ("use_qk_norm",), "qk_layernorm"),
+    Key("parallel_residual", False, (), None),
     Key("activation", "gelu_tanh", (), None),
     Key("gated_linear_unit", False, (), "gated_linear_unit"),
     Key("add_bias_linear", True, (), "add_bias_linear"),
@@ -196,6 +197,8 @@ def model_config_from(
         config["kv_channels"] = spec.kv_channels
     if spec.qk_layernorm:
         config["qk_layernorm"] = True
+    if spec.parallel_residual:
+        config["parallel_residual"] = True
     if spec.position_embedding == "rope":
         config["rotary_base"] = spec.rotary_base
         config["rotary_percent"] = spec.rotary_percent

@@ -19,8 +19,22 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids")
 # A global-norm limit that never acts: mindformers measures the norm only when it clips.
 NO_CLIPPING = 1e30
 
-# Model family -> (configuration class, network class) as registered in mindferry.training.models.
-ARCHITECTURES = {"gpt2": ("GPT2Config", "GPT2ForTraining")}
+# Model family -> (configuration class, network class, model_type) as mindferry.training.models registers them. The
+# prefix keeps mindformers' own classes of these families reachable.
+ARCHITECTURES = {
+    "gpt2": ("GPT2Config", "GPT2ForTraining", "gpt2"),
+    **{
+        family: (f"{title}Config", f"{title}ForTraining", f"mindferry_{family}")
+        for family, title in {
+            "gpt_neox": "GPTNeoX",
+            "llama": "Llama",
+            "mistral": "Mistral",
+            "opt": "OPT",
+            "qwen2": "Qwen2",
+            "qwen3": "Qwen3",
+        }.items()
+    },
+}
 
 _HEADER = """\
 # Training run for MindSpore Transformers (mindformers 1.9.0), written by mindferry.
@@ -159,12 +173,12 @@ def build(
     device: str = "CPU",
 ) -> dict[str, Any]:
     """The content of run.yaml as plain data, in the order of the file."""
-    config_class, network_class = ARCHITECTURES[spec.family]
+    config_class, network_class, model_type = ARCHITECTURES[spec.family]
     epochs = -(-recipe.schedule.total_steps // max(steps_per_epoch, 1))
     clip = recipe.max_grad_norm if recipe.max_grad_norm is not None else NO_CLIPPING
     model_config = {
         "type": config_class,
-        "model_type": spec.family,
+        "model_type": model_type,
         "architectures": [network_class],
         **model_config_from(spec, recipe.seq_length, recipe.precision, layer_spec),
     }

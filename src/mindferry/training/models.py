@@ -1,8 +1,8 @@
-"""GPT2Config and GPT2ForTraining: GPT-2 for mindformers 1.9.0, registered through its own registry.
+"""GPT-class models for mindformers 1.9.0, registered through its own registry: GPT2Config, GPT2ForTraining, ...
 
-mindformers dropped its GPT-2 after 1.3.2. These two classes put it back on today's `GPTModel`. Import this
-module (or name it with mindformers' `--register_path`) and a YAML with `type: GPT2Config` and
-`arch.type: GPT2ForTraining` builds. `GPT2LMHeadModel`, the name of 1.3.2, is accepted for the same class.
+mindformers dropped its GPT-2 after 1.3.2, and trains no plain Llama, Mistral or Qwen2 on today's `GPTModel`. These
+classes put them on it. Import this module (or name it with mindformers' `--register_path`) and a YAML with
+`type: GPT2Config` and `arch.type: GPT2ForTraining` builds. `GPT2LMHeadModel`, the name of 1.3.2, is accepted too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mindformers.parallel_core.utils.model_mixin import ModelMixin, TrainModelMi
 from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
+from mindferry.errors import UsageError
 from mindferry.layers.portable import PortableDropout, make_portable, portable_layer_spec
+from mindferry.layers.rotary import rotary_tables
 from mindferry.targets.model_keys import DEFAULTS, canonical, transformer_keys
+from mindferry.targets.run_yaml import ARCHITECTURES
 
 
-@MindFormerRegister.register(
-    MindFormerModuleType.CONFIG, legacy=False, search_names=("gpt2", "gpt2forcausallm", "GPT2Config")
-)
-class GPT2Config(PretrainedConfig):
-    """Configuration of GPT-2 on mindformers' GPTModel.
+class GPTConfig(PretrainedConfig):
+    """Configuration of a GPT-class model on mindformers' GPTModel.
 
     Keys, aliases (the article's num_heads, embed_dim, dropout_prob among them) and defaults are declared in
     mindferry.targets.model_keys. mindformers itself adds parallel_config and dataset_config.
@@ -34,7 +34,7 @@ class GPT2Config(PretrainedConfig):
         UsageError: an unknown key (the nearest known one is named), or two aliases with different values.
     """
 
-    model_type = "gpt2"
+    model_type = "mindferry_gpt"
 
     def __init__(self, **kwargs):
         own, base = canonical(kwargs)
@@ -52,6 +52,42 @@ class GPT2Config(PretrainedConfig):
         return config
 
 
+def _rotary(settings, config):
+    """Tables for the rotary positions of `settings`; None for a model without."""
+    if settings.position_embedding_type != "rope":
+        return None
+    return rotary_tables(
+        seq_length=config.seq_length,
+        dim=int(config.kv_channels * settings.rotary_percent),
+        base=settings.rotary_base,
+        scaling=settings.rope_scaling,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def check_reference(settings) -> None:
+    """What mindformers' own modules cannot compute is refused: they would train another model.
+
+    Raises:
+        UsageError: the setting and the way out.
+    """
+    if settings.layer_spec != "reference":
+        return
+    for key, plain in (("rope_scaling", None), ("parallel_residual", False)):
+        if getattr(settings, key) != plain:
+            raise UsageError(
+                f"model_config.{key}: mindformers 1.9.0's own layers do not know it",
+                remedy="use layer_spec: portable",
+                id="layer-spec.unsupported",
+            )
+    if settings.activation not in ("gelu_tanh", "silu"):
+        raise UsageError(
+            f"model_config.activation: mindformers 1.9.0's own layers have no {settings.activation}",
+            remedy="use layer_spec: portable",
+            id="layer-spec.unsupported",
+        )
+
+
 def _fused_works(config, activation) -> bool:
     """Whether the fused layers can be used; a warning says why when not."""
     from mindferry.layers.fused import why_not
@@ -62,27 +98,25 @@ def _fused_works(config, activation) -> bool:
     return not reason
 
 
-@MindFormerRegister.register(
-    MindFormerModuleType.MODELS, legacy=False, search_names=("GPT2ForTraining", "GPT2LMHeadModel")
-)
-class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
-    """GPT-2 for training: mindformers' GPTModel with the layer spec that the configuration names.
+class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
+    """A GPT-class model for training: mindformers' GPTModel with the layer spec that the configuration names.
 
     Inputs (int32): input_ids, labels (shifted by one), position_ids, each [B, S]; loss_mask [B, S].
     Output in training: loss, mtp_loss, extra_loss, attention_loss (the last three zero), as mindformers'
     step wrapper expects; in evaluation: logits [B*S, vocab_size] float32.
     """
 
-    config_class = GPT2Config
-    base_model_prefix = "gpt2"
+    config_class = GPTConfig
+    base_model_prefix = "gpt"
     # mindformers renames Hugging Face keys on loading where a table is given; run/model/ has its names already.
     weight_mapping = ()
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPTConfig):
         super().__init__(config, auto_prefix=False)
         settings = self.config
         transformer_config = self.convert_to_transformer_config(settings)
         portable = settings.layer_spec != "reference"
+        check_reference(settings)
         fused = settings.layer_spec == "fused" and _fused_works(transformer_config, settings.activation)
         if fused:
             from mindferry.layers.fused import FusedGPTModel, fused_layer_spec, make_fused
@@ -91,10 +125,11 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
             spec = fused_layer_spec(transformer_config, settings.activation)
         elif portable:
             model_class = GPTModel
-            spec = portable_layer_spec(transformer_config, settings.activation)
+            spec = portable_layer_spec(transformer_config, settings.activation, settings.parallel_residual)
         else:
             model_class = GPTModel
             spec = get_gpt_layer_local_spec(
+                qk_layernorm=settings.qk_layernorm,
                 fused_norm=True,
                 use_contiguous_weight_layout_attention=transformer_config.use_contiguous_weight_layout_attention,
                 use_interleaved_weight_layout_mlp=transformer_config.use_interleaved_weight_layout_mlp,
@@ -104,13 +139,15 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
             transformer_layer_spec=spec,
             vocab_size=transformer_config.vocab_size,
             max_sequence_length=transformer_config.max_position_embeddings,
-            position_embedding_type="learned_absolute",
+            position_embedding_type=settings.position_embedding_type,
+            rotary_percent=settings.rotary_percent,
+            rotary_base=settings.rotary_base,
             share_embeddings_and_output_weights=settings.tie_word_embeddings,
         )
         if fused:
             make_fused(self.model, transformer_config, settings.embedding_dropout)
         elif portable:
-            make_portable(self.model)
+            make_portable(self.model, _rotary(settings, transformer_config))
             embedding = self.model.embedding
             embedding.embedding_dropout_prob = settings.embedding_dropout
             embedding.embedding_dropout = PortableDropout(settings.embedding_dropout)
@@ -138,3 +175,28 @@ class GPT2ForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
             loss_mask=loss_mask,
             actual_seq_len=actual_seq_len,
         )
+
+
+def _register_families() -> None:
+    """One configuration and one network class for each family of run_yaml.ARCHITECTURES."""
+    for config_name, network_name, model_type in ARCHITECTURES.values():
+        config = type(config_name, (GPTConfig,), {"model_type": model_type, "__module__": __name__})
+        network = type(
+            network_name,
+            (GPTForTraining,),
+            {"config_class": config, "base_model_prefix": model_type, "__module__": __name__},
+        )
+        globals().update({config_name: config, network_name: network})
+        other_names = OLD_NAMES.get(network_name, ())
+        MindFormerRegister.register(
+            MindFormerModuleType.CONFIG, legacy=False, search_names=(model_type, config_name)
+        )(config)
+        MindFormerRegister.register(
+            MindFormerModuleType.MODELS, legacy=False, search_names=(network_name, *other_names)
+        )(network)
+
+
+# Names that mindformers had for a network before.
+OLD_NAMES = {"GPT2ForTraining": ("GPT2LMHeadModel",)}
+
+_register_families()
