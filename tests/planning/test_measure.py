@@ -63,6 +63,14 @@ def test_noise_in_the_runs_moves_the_prediction_no_further():
     assert two.total_bytes[0] == pytest.approx(one.total_bytes[0], rel=0.10)
 
 
+def test_time_of_a_held_up_step_is_its_processor_time():
+    from mindferry.planning.machine_worker import undisturbed
+
+    assert undisturbed([1.8, 2.6, 1.7], [3.2, 3.3, 3.1], 2) == 1.7  # quiet: the shortest
+    assert undisturbed([6.4, 8.0, 6.3], [3.2, 3.3, 3.1], 2) == 1.6  # held up: 3.2 s over two cores
+    assert undisturbed([1.0], [0.0], 2) == 1.0
+
+
 @settings(max_examples=50, deadline=None)
 @given(hs.lists(hs.floats(0.0, 10.0), min_size=3, max_size=3), hs.integers(0, 2**31))
 def test_nonnegative_least_squares(truth, seed):

@@ -450,7 +450,7 @@ def test_any_yaml_gets_an_answer(tmp_path):
         ("parallel", "parallel_optimizer_config"), ("parallel_config", "ulysses_degree_in_cp"),
     ])  # fmt: skip
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(hs.dictionaries(keys, values, max_size=4))
     def run(changes):
         content = json.loads(json.dumps(GOOD))

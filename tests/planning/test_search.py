@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ devices = hs.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 40, 64, 100])
 memories = hs.sampled_from([16, 32, 64, 80, 141])
 
 
-@hsettings(max_examples=30, deadline=None)
+@hsettings(max_examples=20, deadline=None)
 @given(models, devices, memories, hs.sampled_from([1, 2, 5, 12]))
 def test_every_emitted_strategy_keeps_every_rule_and_fits(model, n, memory, factor):
     work = job(model, n * factor, memory_bytes=memory * GIB)
@@ -70,7 +71,7 @@ def test_every_emitted_strategy_keeps_every_rule_and_fits(model, n, memory, fact
         assert strategy_of(layout).with_(vocab_size=st.vocab_size) == st
 
 
-@hsettings(max_examples=12, deadline=None)
+@hsettings(max_examples=8, deadline=None)
 @given(models, devices, memories, memories)
 def test_more_memory_never_makes_fewer_strategies_fit(model, n, one, other):
     small, large = sorted((one, other))
@@ -83,7 +84,7 @@ def test_more_memory_never_makes_fewer_strategies_fit(model, n, one, other):
     assert counts[1][1] <= counts[0][1] * (1 + 1e-9)
 
 
-@hsettings(max_examples=40, deadline=None)
+@hsettings(max_examples=20, deadline=None)
 @given(models, devices, hs.sampled_from(["memory_bandwidth", "intra_host_bandwidth", "inter_host_bandwidth"]),
        hs.floats(1.0, 4.0))  # fmt: skip
 def test_a_faster_device_is_never_slower(model, n, name, factor):
@@ -100,7 +101,7 @@ def test_a_faster_device_is_never_slower(model, n, name, factor):
         assert (fast.estimate(st).total_bytes == slow.estimate(st).total_bytes).all()
 
 
-@hsettings(max_examples=60, deadline=None)
+@hsettings(max_examples=30, deadline=None)
 @given(
     models, hs.sampled_from([1, 2, 4]), hs.sampled_from([1, 2, 4]), hs.sampled_from([1, 2, 4]), hs.booleans()
 )
@@ -250,7 +251,7 @@ def test_the_drawn_schedule_idles_as_the_formula_says(p, m, v):
         alive = np.cumsum([step for _, step in events]).max() / v
         expected = FORMULAS[name]({"p": p, "m": m, "v": v, "stage": stage})
         assert alive == pytest.approx(float(expected), abs=1e-9)
-    assert schedule_svg(p, m, v).endswith("</svg>\n")
+    assert ElementTree.fromstring(schedule_svg(p, m, v)).tag.endswith("svg")
 
 
 def test_step_formula_is_the_schedules_length():
@@ -273,6 +274,7 @@ def test_memory_picture_holds_every_stage():
     work = job("gpt3-13b", 64, seq=2048)
     item = search(work, 16, fixed=Fixed(pipeline_stage=4)).best[0]
     text = memory_svg(item)
+    assert ElementTree.fromstring(text).tag.endswith("svg")
     assert text.count(">stage ") == 4
     assert "usable 58.0 GiB" in text
 

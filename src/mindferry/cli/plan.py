@@ -88,6 +88,9 @@ def plan(
         None, "--measured-step", metavar="SECONDS", help="With --check: a measured step time, to calibrate."
     ),
     calibrate: bool = typer.Option(False, "--calibrate", help="Measure this machine and keep the result."),
+    layer_spec: str = typer.Option(
+        "portable", "--layer-spec", help="With --calibrate: the layers of the training runs."
+    ),
     calibration_file: Path | None = typer.Option(
         None, "--calibration-file", metavar="FILE", help="Where calibrations are kept."
     ),
@@ -117,7 +120,9 @@ def plan(
         ),
     )  # fmt: skip
     if calibrate:
-        return _calibrate(calibration_file)
+        from mindferry.layers import LAYER_SPECS
+
+        return _calibrate(calibration_file, one_of("--layer-spec", layer_spec, LAYER_SPECS))
     if check is not None:
         return _check(request, check, dryrun_log, measured_step, explain, svg)
     if dryrun_log or measured_step is not None:
@@ -434,7 +439,7 @@ def _pictures(folder: Path, estimate: Estimate) -> list[str]:
     return [str(path) for path in written]
 
 
-def _calibrate(target: Path | None) -> Result:
+def _calibrate(target: Path | None, layer_spec: str) -> Result:
     from mindferry.planning import calibration, measure
 
     path = target or calibration.default_path()
@@ -444,7 +449,7 @@ def _calibrate(target: Path | None) -> Result:
         findings.append(Finding("plan.busy", "warning", f"other programs use {100 * busy:.0f} % of this machine",
                                 "step times come out too long", "measure again when it is quiet"))  # fmt: skip
     with Progress("measuring this machine", total=measure.STEPS, unit="measurements") as bar:
-        device = measure.this_machine(lambda note: bar.advance(note=note))
+        device = measure.this_machine(lambda note: bar.advance(note=note), layer_spec)
     calibration.save(path, calibration.load(path).model_copy(update={"device": device}))
     rates = ", ".join(f"{kind} {rate / 1e9:.0f} GFLOP/s" for kind, rate in device.flops.items())
     links = device.intra_host_bandwidth

@@ -18,6 +18,7 @@ from mindferry.errors import MindferryError
 from mindferry.planning import settings
 from mindferry.planning.calibration import THIS_MACHINE
 from mindferry.planning.estimate import Calibration, Estimator, Job
+from mindferry.planning.machine_worker import undisturbed
 from mindferry.planning.settings import Device
 from mindferry.planning.strategy import strategy_for
 
@@ -89,12 +90,20 @@ def others_load(seconds: float = 1.0) -> float:
     return float(psutil.cpu_percent(seconds)) / 100
 
 
-def this_machine(tick: Callable[[str], None], layer_spec: str = "portable") -> Device:
+def this_machine(
+    tick: Callable[[str], None],
+    layer_spec: str = "portable",
+    seen: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> Device:
     """A Device for this machine's CPU, one process using all cores, in float32.
 
     The training runs go through mindformers' own Trainer with `layer_spec`. From their step times follow how often
     saved activations, attention scores, logits and optimizer states travel through memory; from their peaks, what
     share of each the memory formulas really cost.
+
+    Args:
+        tick: called after each measurement with its name.
+        seen: called with each training run's figures.
 
     Raises:
         MindferryError: a measurement failed.
@@ -119,6 +128,7 @@ def this_machine(tick: Callable[[str], None], layer_spec: str = "portable") -> D
         rows: list[dict[str, Any]] = []
         for layers, batch, seq in RUNS:
             rows.append(measure_step(folder / f"run{len(rows)}", layers, batch, seq, layer_spec))
+            seen(rows[-1])
             tick(f"{layers} layers, {batch} x {seq} tokens")
     return fit_device(bare, rows)
 
@@ -126,16 +136,21 @@ def this_machine(tick: Callable[[str], None], layer_spec: str = "portable") -> D
 def measure_step(
     root: Path, layers: int, batch: int, seq: int, layer_spec: str, steps: int = 4
 ) -> dict[str, Any]:
-    """Step seconds and peak bytes of a GPT-2 with `layers` layers.
-
-    The fastest of the steps after the first: whatever else the machine does can only make a step slower.
-    """
+    """Step seconds (undisturbed, after the first step) and peak bytes of a GPT-2 with `layers` layers."""
     root.mkdir(parents=True, exist_ok=True)
     args = {"root": str(root / "run"), "num_layers": layers, "batch_size": batch, "seq_length": seq,
             "layer_spec": layer_spec, "steps": steps}  # fmt: skip
     result = _worker("step", args, root)
-    return {"layers": layers, "batch": batch, "seq": seq, "seconds": float(np.min(result["seconds"][_WARM_UP:])),
-            "peak": float(result["peak_bytes"])}  # fmt: skip
+    wall, processor = result["seconds"][_WARM_UP:], result["processor_seconds"][_WARM_UP:]
+    return {
+        "layers": layers,
+        "batch": batch,
+        "seq": seq,
+        "seconds": undisturbed(wall, processor, os.cpu_count() or 1),
+        "wall": min(wall),
+        "processor": float(np.median(processor)),
+        "peak": float(result["peak_bytes"]),
+    }
 
 
 def job_for(device: Device, layers: int, batch: int, seq: int) -> Job:
