@@ -71,6 +71,13 @@ def _check(spec: ModelSpec, choices: Choices, source: Path) -> None:
             remedy=f"use --seq-length {spec.max_position_embeddings} or less",
             id="seq-length.positions",
         )
+    if spec.sliding_window is not None and choices.seq_length > spec.sliding_window:
+        raise UsageError(
+            f"--seq-length: found {choices.seq_length}, expected at most {spec.sliding_window} "
+            "(the source's sliding_window)",
+            remedy="up to that length the window changes nothing; beyond it mindformers' layers would differ",
+            id="seq-length.window",
+        )
     if spec.family not in run_yaml.ARCHITECTURES:
         raise UsageError(
             f"{source}: models of family {spec.family!r} cannot be trained yet",

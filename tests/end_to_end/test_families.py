@@ -79,13 +79,23 @@ def flat_groups(weight: np.ndarray) -> np.ndarray:
     )
 
 
+def swap_gate_and_up(weight: np.ndarray) -> np.ndarray:
+    """up0, gate0, up1, gate1, ... where gate0, up0, ... belong."""
+    return weight.reshape(37, 2, 24)[:, ::-1].reshape(74, 24)
+
+
+def gates_then_ups(weight: np.ndarray) -> np.ndarray:
+    """Megatron's order, which mindformers 1.6 used too."""
+    return weight.reshape(37, 2, 24).swapaxes(0, 1).reshape(74, 24)
+
+
 @pytest.mark.parametrize(
     ("case", "plant", "where"),
     [
         ("llama", lambda r: change(r, QKV, pair_neighbours), "decoder.layers.0"),
         ("llama", lambda r: change(r, QKV, flat_groups), "decoder.layers.0"),
-        ("llama", lambda r: change(r, FC1, lambda w: w.reshape(37, 2, 24)[:, ::-1].reshape(74, 24)), "decoder.layers.1"),
-        ("llama", lambda r: change(r, FC1, lambda w: w.reshape(37, 2, 24).swapaxes(0, 1).reshape(74, 24)), "decoder.layers.1"),
+        ("llama", lambda r: change(r, FC1, swap_gate_and_up), "decoder.layers.1"),
+        ("llama", lambda r: change(r, FC1, gates_then_ups), "decoder.layers.1"),
         ("llama-theta", lambda r: edit(r, "rotary_base: 1000000.0", "rotary_base: 10000.0"), "decoder.layers.0"),
         ("qwen3", lambda r: edit(r, "layernorm_epsilon: 1.0e-06", "layernorm_epsilon: 1.0e-04"), "decoder.layers.0"),
         ("gpt_neox", lambda r: edit(r, "parallel_residual: true", "parallel_residual: false"), "decoder.layers.0"),
