@@ -141,20 +141,21 @@ def megatron_lr(
 def test_megatron(style: str, wsd_style: str, warmup: int) -> None:
     from mindferry.recipes.megatron import schedule_of
 
+    decay = TOTAL if style == "inverse-square-root" else 50
     arguments = {
         "lr": PEAK,
         "min_lr": 1e-5,
         "lr_warmup_init": 1e-6,
         "lr_warmup_iters": warmup,
         "train_iters": TOTAL,
-        "lr_decay_iters": 50,
+        "lr_decay_iters": decay,
         "lr_decay_style": style,
         "lr_wsd_decay_iters": 15,
         "lr_wsd_decay_style": wsd_style,
     }
     schedule = schedule_of(arguments, "test")
     expected = [
-        megatron_lr(s, style, low=1e-5, init=1e-6, warmup=warmup, decay=50, wsd=15, wsd_style=wsd_style)
+        megatron_lr(s, style, low=1e-5, init=1e-6, warmup=warmup, decay=decay, wsd=15, wsd_style=wsd_style)
         for s in range(TOTAL)
     ]
     np.testing.assert_allclose(table(schedule), expected, rtol=1e-9, atol=0)

@@ -128,8 +128,8 @@ def schedule_from(block: Mapping[str, Any]) -> Schedule | None:
     if block.get("warmup_ratio") is not None:
         warmup = int(total * block["warmup_ratio"])  # mindformers lets the ratio win
     values = {key: block[key] for key in _TABLED_FIELDS if block.get(key) is not None}
-    if kind == "polynomial" and values.get("power", 1.0) == 1.0:
-        kind = "linear"
+    if block["type"] == "PolynomialWithWarmUpLR" and values.get("power", 1.0) == 1.0:
+        kind = "linear"  # how lr_schedule_block writes one that ends above 0
     if block["type"] == "CosineWithRestartsAndWarmUpLR":
         values.setdefault("num_cycles", 1.0)
     return spec_from(
