@@ -89,3 +89,23 @@ def test_control_characters_of_file_names_do_not_reach_the_terminal(tmp_path: Pa
     done = run_cli("train", tmp_path / "\x1b[31mred")
     assert "\x1b" not in done.stderr
     assert "\\x1b" in done.stderr
+
+
+def test_a_terminal_sees_the_bar_and_not_the_libraries(run: Path) -> None:
+    """On a terminal: a progress bar and the result; what MindSpore and mindformers log is in the log file."""
+    import pty
+
+    seen = bytearray()
+
+    def read(fd: int) -> bytes:
+        data = os.read(fd, 4096)
+        seen.extend(data)
+        return data
+
+    status = pty.spawn([sys.executable, "-m", "mindferry", "train", str(run), "--steps", "3"], read)
+    text = seen.decode("utf-8", "replace")
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert "3/3 steps" in text
+    assert "steps 1 to 3: loss" in text
+    assert "INFO" not in text
+    assert "INFO" in (run / "logs" / "train.log").read_text(encoding="utf-8")

@@ -238,7 +238,9 @@ class Progress:
     Usage: `with Progress("tokenizing", total=n, unit="B") as bar: bar.advance(k, note="loss 3.2")`.
     """
 
-    def __init__(self, title: str, total: int | None = None, unit: str = "", every_seconds: float = 10.0) -> None:
+    def __init__(
+        self, title: str, total: int | None = None, unit: str = "", every_seconds: float = 10.0
+    ) -> None:
         self._title, self._total, self._unit, self._every = title, total, unit, every_seconds
         self._done, self._note = 0, ""
         self._last_line = 0.0
@@ -267,6 +269,9 @@ class Progress:
                 TextColumn("{task.fields[note]}"),
                 console=Console(file=file, force_terminal=True),  # type: ignore[arg-type]
                 transient=True,
+                # Rich would print what libraries log above the bar; it belongs into the log file.
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total, note="")
