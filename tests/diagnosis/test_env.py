@@ -30,7 +30,7 @@ GOOD = Facts(
     open_files=65536,
     now=1e9,
     installed_at=9e8,
-    kernels=("built", ""),
+    kernels=("ready", "2 threads"),
 )
 
 
@@ -193,7 +193,6 @@ ASCEND = Needs(device="Ascend")
         ({"compilers": {"g++": "", "make": "/usr/bin/make"}}, None, {"env.no-compiler": "warning"}),
         ({"compilers": {"g++": "", "make": ""}}, Needs(fused=True), {"env.no-compiler": "problem"}),
         ({"kernels": ("failing", "OSError: x")}, None, {"env.kernels": "warning"}),
-        ({"kernels": ("absent", "")}, None, {"env.kernels": "info"}),
         ({"memory_available_bytes": 1 << 30}, None, {"env.memory": "problem"}),
         ({}, Needs(memory_bytes=40 << 30), {"env.memory": "problem"}),
         ({}, Needs(disk_bytes=500 << 30), {"env.disk": "problem"}),

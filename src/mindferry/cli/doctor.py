@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command
+from mindferry.cli.console import Finding, Progress, Result, command, output_to
+from mindferry.errors import printable
 
 if TYPE_CHECKING:
     from mindferry.diagnosis.environment.checks import Check
+    from mindferry.diagnosis.loss import Examination
     from mindferry.diagnosis.startup import Picture
 
 ENV_EXAMPLE = "Example: mindferry doctor env --for mindformers==1.9.0"
+LOSS_EXAMPLE = "Example: mindferry doctor loss run/"
+EXAMPLE = "Example: mindferry doctor --run run/"
 STARTUP_EXAMPLE = "Example: mindferry doctor startup run/logs/train.log"
 
 # Sub-commands that live in files of their own, beside this one.
@@ -35,6 +39,7 @@ def env(
         None, "--for", metavar="mindformers==X", help="What this release needs and whether pip can give it."
     ),
     no_smoke: bool = typer.Option(False, "--no-smoke", help="Leave the ten-second smoke training out."),
+    quick: bool = typer.Option(False, "--quick", help="Only look; import, build and train nothing."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
     """Check the chain mindformers, MindSpore, Python, CANN, and what else a run needs of this machine.
@@ -46,11 +51,11 @@ def env(
 
     wanted = versions.parse_target(target) if target else None
     asked = needs.needs_of(run)
-    total = 1 if no_smoke else 2
-    with Progress("checking", total=total, unit="parts") as bar:
-        made = checks.judge(facts.gather(run), asked, wanted)
-        bar.advance(note="smoke training")
-        if not no_smoke:
+    train = not (no_smoke or quick)
+    with Progress("checking", total=2 if train else 1, unit="parts") as bar:
+        made = checks.judge(facts.gather(run, probe=not quick), asked, wanted)
+        bar.advance(note="smoke training" if train else "")
+        if train:
             made.append(_smoke_check(made, smoke))
             bar.advance()
     findings = [item for check in made for item in check.findings]
@@ -95,7 +100,7 @@ def startup(
     """
     from mindferry.diagnosis.startup.report import findings_of, read, read_stdin
 
-    with Progress("reading", unit="MB") as bar:
+    with Progress("reading", total=None, unit="MB") as bar:
         done = [0.0]
 
         def tick(count: int) -> None:
@@ -117,14 +122,111 @@ def _startup_text(picture: Picture, findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
+@command("doctor loss")
+def loss(
+    run: Path = typer.Argument(..., metavar="RUN", help="Run directory made by migrate; it is only read."),
+    every: bool = typer.Option(False, "--all", help="Take all four steps, also after a culprit."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Look for the reason of a strange loss: data, precision, learning rate, gradients, in this order.
+
+    Works from run.yaml, the data, migration.json and metrics.jsonl; trains some steps in a scratch directory
+    where a comparison needs them. Stops at the first culprit.
+    """
+    import tempfile
+
+    from mindferry.diagnosis.loss import examine
+
+    with (
+        tempfile.TemporaryDirectory(prefix="mindferry-doctor-") as folder,
+        Progress("examining", total=None, unit="parts") as bar,
+        output_to(Path(folder) / "loss.log"),
+    ):
+        exam = examine(run, every_step=every, tick=lambda note: bar.advance(note=note))
+    result = _verdict(exam.findings, _loss_text(exam), [step.name for step in exam.steps])
+    result.extra["culprit"] = exam.culprit
+    result.extra["steps"] = [
+        {"name": step.name, "verdict": step.verdict, "summary": step.summary, "evidence": step.evidence}
+        for step in exam.steps
+    ]
+    return result
+
+
+def _loss_text(exam: Examination) -> str:
+    from mindferry.diagnosis.loss.step import STEPS
+
+    taken = {step.name: step for step in exam.steps}
+    lines = []
+    for number, name in enumerate(STEPS, start=1):
+        step = taken.get(name)
+        verdict, summary = (step.verdict, step.summary) if step else ("not taken", "")
+        lines.append(f"{number} {name:14s} {verdict:10s} {summary}".rstrip())
+    text = next((s.evidence.get("text") for s in exam.steps if s.evidence.get("text")), "")
+    if text:
+        lines.append(f"  first tokens of the first batch: {printable(' '.join(str(text).split()))[:120]!r}")
+    return "\n".join(lines)
+
+
+@command("doctor")
+def everything(
+    run: Path | None = typer.Option(None, "--run", metavar="RUN", help="Look at this run, too."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Run what applies: the machine; with --run also its last start and its loss."""
+    return _everything(run)
+
+
+def _everything(run: Path | None) -> Result:
+    from mindferry.diagnosis.environment import checks, facts, needs, smoke
+    from mindferry.diagnosis.startup.report import findings_of, read
+
+    asked = needs.needs_of(run)
+    with Progress("checking", total=None, unit="parts") as bar:
+        made = checks.judge(facts.gather(run), asked)
+        bar.advance(note="smoke training")
+        made.append(_smoke_check(made, smoke))
+        bar.advance()
+    findings = [item for check in made for item in check.findings]
+    checked, text = [check.name for check in made], [_numbered(made)]
+    if run is not None:
+        log = run / "logs/train.log"
+        if log.is_file():
+            started = findings_of(read(log))
+            findings += started
+            checked.append("startup")
+            text.append(f"last start ({log}): {started[0].message}")
+        if not any(item.severity == "problem" for item in findings):
+            import tempfile
+
+            from mindferry.diagnosis.loss import examine
+
+            with tempfile.TemporaryDirectory() as folder, output_to(Path(folder) / "loss.log"):
+                exam = examine(run)
+            findings += exam.findings
+            checked += [f"loss: {step.name}" for step in exam.steps]
+            text.append(_loss_text(exam))
+    return _verdict(findings, "\n\n".join(text), checked)
+
+
 def register(app: typer.Typer) -> None:
     doctor = typer.Typer(
-        no_args_is_help=False,
-        help="Find out what is wrong: with the machine, a start, a loss, the data, the communication.",
+        invoke_without_command=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+    @doctor.callback(epilog=EXAMPLE)
+    def bare(
+        context: typer.Context,
+        run: Path | None = typer.Option(None, "--run", metavar="RUN", help="Look at this run, too."),
+        json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    ) -> None:
+        """Find out what is wrong: with the machine, a start, a loss. Without a sub-command: run what applies."""
+        if context.invoked_subcommand is None:
+            everything(run=run, json_output=json_output)
+
     doctor.command("env", epilog=ENV_EXAMPLE)(env)
     doctor.command("startup", epilog=STARTUP_EXAMPLE)(startup)
+    doctor.command("loss", epilog=LOSS_EXAMPLE)(loss)
     for name in OTHERS:
         if importlib.util.find_spec(f"mindferry.cli.{name}") is not None:
             importlib.import_module(f"mindferry.cli.{name}").register(doctor)

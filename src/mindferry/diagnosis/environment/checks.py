@@ -284,8 +284,6 @@ def check_kernels(facts: Facts, needs: Needs, target: str | None) -> Iterator[Fi
             f"the fused kernels cannot be used: {detail}",
             remedy="use layer_spec: portable, or remove the build from the cache and try again",
         )
-    elif state == "absent":
-        yield Finding("env.kernels", "info", "fused kernels: none in this installation")
 
 
 def check_memory(facts: Facts, needs: Needs, target: str | None) -> Iterator[Finding]:
@@ -469,7 +467,9 @@ def judge(facts: Facts, needs: Needs | None = None, target: str | None = None) -
     """All checks on `facts`; `needs` narrows what matters to one run, `target` is --for's version."""
     made = []
     for name, check in CHECKS:
-        skipped = name == "packages load and compute" and not facts.probes
+        skipped = (name == "packages load and compute" and not facts.probes) or (
+            name == "fused kernels" and not facts.kernels[0]
+        )
         found = list(check(facts, needs or Needs(), target))
         made.append(Check(name, _detail(name, facts), found, skipped))
     return made

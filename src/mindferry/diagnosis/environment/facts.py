@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 PACKAGES = ("mindspore", "mindformers", "numpy", "torch", "transformers", "decorator", "hyper-parallel")
 _PROBE_SECONDS = 120
@@ -218,28 +217,34 @@ def run_probe(names: list[str]) -> Probe:
     return Probe(steps, died, text[-4000:])
 
 
-def _kernels() -> tuple[str, str]:
-    """(state, detail) of mindferry's own kernels; ("absent", "") when this build has none."""
-    import importlib
+_KERNELS = """\
+import json
+from mindferry.kernels import state
+found = state()
+print("MINDFERRY-STEP " + json.dumps([found.usable, found.reason, found.threads, found.bf16]), flush=True)
+"""
 
+
+def kernel_state() -> tuple[str, str]:
+    """("ready", what) or ("failing", reason) of mindferry's kernels, built and self-tested in a child process.
+
+    The first call compiles them into the user's cache, as the first training would.
+    """
     try:
-        module = importlib.import_module("mindferry.kernels")
-    except Exception as err:
-        return (
-            ("failing", f"{type(err).__name__}: {err}")
-            if not isinstance(err, ImportError)
-            else ("absent", "")
+        done = subprocess.run(
+            [sys.executable, "-c", _KERNELS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
         )
-    status: Any = getattr(module, "status", None)
-    if not callable(status):
-        return ("absent", "")
-    try:
-        found = status()
-    except Exception as err:
-        return ("failing", f"{type(err).__name__}: {err}")
-    if isinstance(found, dict):
-        return (str(found.get("state", "unknown")), str(found.get("detail", "")))
-    return (str(getattr(found, "state", found)), str(getattr(found, "detail", "")))
+    except subprocess.TimeoutExpired:
+        return "failing", "they were not built within 300 s"
+    text = done.stdout.decode("utf-8", "replace")
+    line = next((row for row in text.splitlines() if row.startswith("MINDFERRY-STEP ")), None)
+    if line is None:
+        last = text.strip().splitlines()[-1:] or ["no output"]
+        return "failing", f"exit code {done.returncode}: {last[0][:200]}"
+    usable, reason, threads, native = json.loads(line.removeprefix("MINDFERRY-STEP "))
+    if not usable:
+        return "failing", str(reason)
+    return "ready", f"{threads} threads, bfloat16 {'in hardware' if native else 'emulated'}"
 
 
 def gather(run: Path | None = None, probe: bool = True) -> Facts:
@@ -282,8 +287,9 @@ def gather(run: Path | None = None, probe: bool = True) -> Facts:
         driver=_read("/usr/local/Ascend/driver/version.info").partition("\n")[0].partition("=")[2],
         npus=len(list(Path("/dev").glob("davinci[0-9]*"))),
         nvidia=Path("/proc/driver/nvidia/version").exists(),
-        kernels=_kernels(),
     )
+    if probe:
+        facts.kernels = kernel_state()
     if probe and "mindspore" in packages:
         chain = ["mindspore", "mindformers"] if "mindformers" in packages else ["mindspore"]
         facts.probes["alone"] = run_probe(chain)

@@ -104,7 +104,7 @@ class Event:
         """One line: the root exception, or the error line itself."""
         if self.exceptions:
             kind, message = self.exceptions[0]
-            said = _said(message)
+            said = telling_line(message)
             return f"{kind}: {said}" if said else kind
         return next((part.strip() for part in self.text.splitlines() if part.strip()), "")
 
@@ -114,7 +114,7 @@ _TELLING = ("- Kernel select failed:", "- Dataset Pipeline Error Message:")
 _RULE = re.compile(r"^-{8,}\s*$")
 
 
-def _said(message: str) -> str:
+def telling_line(message: str) -> str:
     """The line of an exception's message that says what happened."""
     lines = [line.strip() for line in message.splitlines() if line.strip() and not _RULE.match(line.strip())]
     first = message.partition("\n")[0].strip()
