@@ -109,12 +109,13 @@ def _adamw(lib: Library) -> list[str]:
     rng = np.random.default_rng(4)
     p, m, g = (rng.normal(0, 1, 33).astype(np.float32) for _ in range(3))
     v = np.abs(rng.normal(0, 1, 33)).astype(np.float32)
-    hyper = np.array([0.01, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0.5], np.float32)
+    shared = np.array([0.9, 0.99, 1e-8, 0.1, 0.01, 0.5], np.float32)
+    rate, decay = np.array([0.01], np.float32), np.array([0.1], np.float32)
     first, second = 0.9 * m + 0.1 * 0.5 * g, 0.99 * v + 0.01 * (0.5 * g) ** 2
     expected = p * (1 - 0.001) - 0.01 * (first / 0.1) / (np.sqrt(second / 0.01) + 1e-8)
     done, squares = np.empty(1, np.float32), np.empty(1, np.float32)
     lib.call("mf_squares", [g], [squares])
-    lib.call("mf_adamw", [hyper, p, m, v, g], [done])
+    lib.call("mf_adamw", [shared, rate, decay, p, m, v, g], [done])
     return [
         *_far("AdamW", p, expected, 1e-5),
         *_far("global norm", squares[0], float((g.astype(np.float64) ** 2).sum()), 1e-5),

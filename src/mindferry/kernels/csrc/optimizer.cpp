@@ -1,6 +1,7 @@
 // AdamW and the global norm of the gradients.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "api.h"
 #include "pool.h"
@@ -37,35 +38,61 @@ MF_KERNEL(mf_squares) {
     return 0;
 }
 
-// One AdamW step in place (Loshchilov & Hutter 2019, with bias correction), one pass:
-//   hyper [8]: learning rate, beta1, beta2, eps, weight decay, 1 - beta1^t, 1 - beta2^t, gradient scale
-//   hyper, parameter, m, v, gradient -> done [1]
+namespace {
+
+struct Rates {
+    float lr, beta1, beta2, eps, decay, correction1, correction2, scale;
+};
+
+void update(const Rates& h, float* p, float* m, float* v, const float* g, int64_t begin, int64_t end) {
+    const float beta1 = h.beta1, beta2 = h.beta2, eps = h.eps, scale = h.scale;
+    const float shrink = 1.0f - h.lr * h.decay, step = h.lr / h.correction1, root = 1.0f / std::sqrt(h.correction2);
+    MF_SIMD
+    for (int64_t j = begin; j < end; ++j) {
+        const float d = g[j] * scale;
+        const float first = beta1 * m[j] + (1.0f - beta1) * d;
+        const float second = beta2 * v[j] + (1.0f - beta2) * d * d;
+        m[j] = first;
+        v[j] = second;
+        p[j] = p[j] * shrink - step * first / (std::sqrt(second) * root + eps);
+    }
+}
+
+}  // namespace
+
+// One AdamW step in place (Loshchilov & Hutter 2019, with bias correction), one pass over k parameters:
+//   shared [6]: beta1, beta2, eps, 1 - beta1^t, 1 - beta2^t, gradient scale
+//   shared, learning rates [k], weight decays [k], k parameters, k m, k v, k gradients -> done [1]
 MF_KERNEL(mf_adamw) {
     OpLock lock;
     Args args("adamw", n, data, ndims, shapes, dtypes);
-    const float* h = args.floats("hyper", {8});
-    const Arg parameter = args.next("parameter", "float32");
-    const Arg others[3] = {args.next("m", "float32"), args.next("v", "float32"), args.next("gradient", "float32")};
-    for (const Arg& o : others)
-        if (o.count() != parameter.count()) args.fail("parameter, m, v and gradient differ in size");
+    const float* shared_rates = args.floats("shared", {6});
+    const int64_t k = (n - 4) / 4;
+    const float* rates = args.floats("learning rates", {k});
+    const float* decays = args.floats("weight decays", {k});
+    std::vector<Arg> all;
+    for (int64_t i = 0; i < 4 * k; ++i) all.push_back(args.next("parameter, m, v or gradient", "float32"));
     *args.floats("done", {1}) = 0.0f;
     args.done();
-    float* p = static_cast<float*>(parameter.data);
-    float* m = static_cast<float*>(others[0].data);
-    float* v = static_cast<float*>(others[1].data);
-    const float* g = static_cast<const float*>(others[2].data);
-    const float lr = h[0], beta1 = h[1], beta2 = h[2], eps = h[3], scale = h[7];
-    const float shrink = 1.0f - lr * h[4], step = lr / h[5], root = 1.0f / std::sqrt(h[6]);
-    parallel_blocks(parameter.count(), 1 << 16, [&](int64_t begin, int64_t end) {
-        MF_SIMD
-        for (int64_t j = begin; j < end; ++j) {
-            const float d = g[j] * scale;
-            const float first = beta1 * m[j] + (1.0f - beta1) * d;
-            const float second = beta2 * v[j] + (1.0f - beta2) * d * d;
-            m[j] = first;
-            v[j] = second;
-            p[j] = p[j] * shrink - step * first / (std::sqrt(second) * root + eps);
-        }
+    // Tasks of equal size over all parameters together, small ones included.
+    struct Piece {
+        int64_t parameter, begin, end;
+    };
+    std::vector<Piece> pieces;
+    for (int64_t i = 0; i < k; ++i) {
+        const int64_t count = all[i].count(), grain = 1 << 16;
+        for (int64_t which = 1; which < 4; ++which)
+            if (all[which * k + i].count() != count) args.fail("parameter, m, v and gradient differ in size");
+        for (int64_t at = 0; at < count; at += grain) pieces.push_back({i, at, std::min(at + grain, count)});
+    }
+    Pool::get().parallel_for(static_cast<int>(pieces.size()), [&](int task, int) {
+        const Piece& piece = pieces[task];
+        const int64_t i = piece.parameter;
+        const Rates h{rates[i],        shared_rates[0], shared_rates[1], shared_rates[2],
+                      decays[i],       shared_rates[3], shared_rates[4], shared_rates[5]};
+        update(h, static_cast<float*>(all[i].data), static_cast<float*>(all[k + i].data),
+               static_cast<float*>(all[2 * k + i].data), static_cast<const float*>(all[3 * k + i].data), piece.begin,
+               piece.end);
     });
     return 0;
 }
