@@ -81,7 +81,8 @@ def test_more_memory_never_makes_fewer_strategies_fit(model, n, one, other):
         assert found.skipped == 0
         counts.append((found.fitting, found.best[0].step_seconds if found.best else np.inf))
     assert counts[1][0] >= counts[0][0]
-    assert counts[1][1] <= counts[0][1] * (1 + 1e-9)
+    # a plainer or roomier variant may be preferred to one that is a little faster
+    assert counts[1][1] <= counts[0][1] * 1.04
 
 
 @hsettings(max_examples=20, deadline=None)
@@ -291,3 +292,22 @@ def test_cut_counts_say_why_they_are_dropped():
     assert found.reasons["heads.model_parallel"] >= 1
     assert found.reasons["batch.global"] >= 1
     assert found.examples["batch.global"][1].startswith("data_parallel 24")
+
+
+def test_launch_lines_start_every_worker_once():
+    import re
+
+    from mindferry.planning.write import dryrun_commands, launch_commands
+
+    for n, per_host, hosts in ((8, 8, 1), (12, 8, 2), (64, 8, 8), (20, 16, 2)):
+        lines = launch_commands(strategy_for(12, data_parallel=n), per_host)
+        assert len(lines) == hosts
+        assert sum(int(re.search(r"--local_worker_num=(\d+)", line)[1]) for line in lines) == n
+        assert all(f"--worker_num={n} " in line for line in lines)
+        if hosts > 1:
+            assert [int(re.search(r"--node_rank=(\d+)", line)[1]) for line in lines] == list(range(hosts))
+    (one,) = launch_commands(strategy_for(12, data_parallel=10_004), 8)
+    assert "NODE_RANK 0 to 1250; 4 workers on the last" in one
+    assert launch_commands(strategy_for(12), 8) == ["mindferry train run/"]
+    st = strategy_for(24, data_parallel=4, model_parallel=2, pipeline_stage=4)
+    assert [int(re.search(r"RANK_ID=(\d+)", line)[1]) for line in dryrun_commands(st)] == [0, 8, 16, 24]

@@ -173,6 +173,8 @@ def _ranking(resolved: Resolved, found: Found, name: str) -> tuple[dict[str, Any
     ranges = sensitivity(job, found.best)
     for entry, cases in zip(entries, ranges, strict=True):
         entry["sensitivity_step_seconds"] = cases
+    for entry, item in zip(entries, found.best, strict=True):
+        entry["dryrun"] = write.dryrun_commands(item.strategy)
     for number, group in enumerate(ties(found.best)):
         for i in group:
             entries[i]["tie_group"] = number

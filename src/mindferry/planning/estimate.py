@@ -217,6 +217,10 @@ class Estimator:
         forward = (forward * dev.gemm_passes + element_wise / 3) * cal.time + dev.layer_overhead
         backward = (backward * dev.gemm_passes + element_wise * 2 / 3) * cal.time + 2 * dev.layer_overhead
         core = sym["layer_core"] / (split * sym["peak"] * sym["efficiency_f"]) * cal.time * dev.gemm_passes
+        again = 0.0
+        if "mlp_activation" in self.job.convention.select and dev.element_wise_passes:
+            # reads what the activation needs and writes what it makes, once more
+            again = 2 * FORMULAS["activations.layer_mlp_recomputed"](sym) / dev.memory_bandwidth * cal.time
         size = sym["b"] * sym["s"] * sym["h"] / sym["c"] * sym["element"]
         reduce = 2 * collective_seconds("all_reduce", size, st.model_parallel, 1, dev) * (1 - dev.overlap)
         ring = 0.0
@@ -239,7 +243,7 @@ class Estimator:
         return _Layer(
             kept=sym["layer_kept"], kept_select=sym["layer_kept_select"], full=sym["layer_full"],
             embedding=sym["embedding"], forward=forward, backward=backward, recompute_full=forward,
-            recompute_select=core * sym["select_core"], communication=reduce + ring,
+            recompute_select=core * sym["select_core"] + again, communication=reduce + ring,
             flops=sym["layer_linear"] + sym["layer_core"], core_flops=sym["layer_core"],
             head_forward=(head / sym["efficiency_f"] + logits / 3) * cal.time,
             head_backward=(2 * head / sym["efficiency_b"] + 2 * logits / 3) * cal.time,
@@ -394,11 +398,8 @@ class Estimator:
         optimizer = self._optimizer_seconds(st, sym)
         step = float(pipe) + gradient + optimizer + dev.step_overhead
         micro_steps = st.micro_batch_num * st.data_parallel
-        again = (
-            layer.core_flops * job.convention.select_core_passes
-            if st.select and layer.recompute_select
-            else 0.0
-        )
+        selects_core = st.select and "core_attention" in job.convention.select and not job.flash_attention
+        again = layer.core_flops * job.convention.select_core_passes if selects_core else 0.0
         recomputed = float(sum(sym["ri"])) * layer.flops + float(sum(sym["li"] - sym["ri"])) * again
         model_flops = 3 * (float(sum(sym["li"])) * layer.flops + FORMULAS["flops.head"](sym)) * micro_steps
         hardware = model_flops + recomputed * micro_steps

@@ -117,15 +117,24 @@ def collective(args: dict[str, Any]) -> dict[str, Any]:
 
     net, times = Net(), {}
     for size in args["sizes"]:
-        x = ms.Tensor(np.ones(size // 4, np.float32))
-        net(x).asnumpy()
-        rounds = []
-        for _ in range(7):
-            start = time.perf_counter()
-            net(x).asnumpy()
-            rounds.append(time.perf_counter() - start)
-        times[str(size)] = sorted(rounds)[3]
+        try:
+            times[str(size)] = _median_seconds(net, ms.Tensor(np.ones(size // 4, np.float32)))
+        except RuntimeError:
+            # MindSpore's CPU collectives give up when the ranks drift too far apart; smaller sizes stand.
+            if not times:
+                raise
+            break
     return {"ranks": get_group_size(), "seconds": times}
+
+
+def _median_seconds(net: Any, x: Any) -> float:
+    net(x).asnumpy()
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        net(x).asnumpy()
+        rounds.append(time.perf_counter() - start)
+    return sorted(rounds)[2]
 
 
 def step(args: dict[str, Any]) -> dict[str, Any]:

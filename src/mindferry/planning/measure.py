@@ -25,7 +25,7 @@ from mindferry.planning.strategy import strategy_for
 # (layers, sequences, tokens) of the training runs that tell the costs apart: depth, head, attention, the rest.
 RUNS = ((1, 2, 128), (3, 2, 128), (1, 2, 384), (3, 2, 384), (2, 4, 256), (1, 1, 768))
 STEPS = 3 + len(RUNS)
-_SIZES = (1 << 14, 1 << 20, 1 << 24, 1 << 26)
+_SIZES = (1 << 14, 1 << 20, 1 << 22, 1 << 24)
 _WARM_UP = 1
 
 

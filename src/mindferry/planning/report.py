@@ -122,7 +122,7 @@ def breakdown(estimate: Estimate) -> str:
         for name, size in estimate.communication_bytes.items()
         if size
     ]
-    return f"step of the first: {', '.join(shares)}\nsent a device and step: {', '.join(sent) or 'nothing'}"
+    return f"time of the first: {', '.join(shares)}\nsent a device and step: {', '.join(sent) or 'nothing'}"
 
 
 _SHORT = {

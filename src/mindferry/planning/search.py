@@ -22,6 +22,8 @@ CONTEXT_PARALLEL_FROM = 32768
 TIE = 0.02
 # What every virtual stage must earn in step time to be preferred: more messages, more to go wrong.
 VIRTUAL_PRICE = 0.004
+# What the last tenth of the usable memory must earn: a plan that fits to the last byte runs out of it at a trifle.
+TIGHT_FROM, TIGHT_PRICE = 0.9, 0.01
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,10 @@ def search(
 
 
 def _price(item: Estimate) -> float:
-    """Step seconds as strategies of the same degrees are compared: plain ones win near-ties."""
-    return item.step_seconds * (1 + VIRTUAL_PRICE * (item.strategy.pp_interleave_num - 1))
+    """Step seconds as strategies of the same degrees are compared: plain and roomy ones win near-ties."""
+    use = float(item.total_bytes.max()) / item.usable_bytes
+    tight = TIGHT_PRICE * max(0.0, use - TIGHT_FROM) / (1 - TIGHT_FROM)
+    return item.step_seconds * (1 + VIRTUAL_PRICE * (item.strategy.pp_interleave_num - 1) + tight)
 
 
 def _bound(est: Estimator, cut: Cut) -> float:
@@ -251,7 +255,7 @@ def _best_of(est: Estimator, cut: Cut, level: int, found: Found) -> Estimate | N
                 found.examples.setdefault(broken[0].rule, (candidate, broken[0].message))
                 break
             result = est.estimate(candidate, memory)
-            if best is None or result.step_seconds < best.step_seconds:
+            if best is None or _price(result) < _price(best):
                 best = result
             break
     if best is None:

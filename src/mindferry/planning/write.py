@@ -384,19 +384,38 @@ def float_text(value: float) -> str:
 _ENTRY = "\"$(python -c 'import mindferry; print(mindferry.__path__[0])')/__main__.py\" train"
 
 
+# More hosts than this get one line to run everywhere instead of a line each.
+MAX_HOST_LINES = 16
+
+
 def launch_commands(st: Strategy, devices_per_host: int, run: str = "run/") -> list[str]:
-    """msrun lines, one a host; run each on its host with MASTER set to the first host's address."""
+    """msrun lines, one a host; run each on its host with MASTER set to the first host's address.
+
+    The last host may have fewer devices. Beyond 16 hosts: one line for all, with NODE_RANK set on each.
+    """
     n = st.devices
-    hosts = -(-n // devices_per_host)
-    local = min(n, devices_per_host)
     if n == 1:
         return [f"mindferry train {run}"]
-    common = f"--worker_num={n} --local_worker_num={local} --master_port=8118 --log_dir=msrun_log --join=True"
-    common += " --cluster_time_out=7200 --bind_core=True"
+    hosts = -(-n // devices_per_host)
+    rest = n - devices_per_host * (hosts - 1)
+
+    def line(local: int, where: str) -> str:
+        common = (
+            f"--worker_num={n} --local_worker_num={local} --master_port=8118 --log_dir=msrun_log --join=True"
+        )
+        return f"msrun {common} --cluster_time_out=7200 --bind_core=True{where} {_ENTRY} {run}"
+
     if hosts == 1:
-        return [f"msrun {common} {_ENTRY} {run}"]
-    start = f"msrun {common} --master_addr=$MASTER"
-    return [f"{start} --node_rank={rank} {_ENTRY} {run}  # on host {rank}" for rank in range(hosts)]
+        return [line(n, "")]
+    start = " --master_addr=$MASTER --node_rank="
+    if hosts > MAX_HOST_LINES:
+        every = line(devices_per_host, f"{start}$NODE_RANK")
+        short = f"; {rest} workers on the last" if rest != devices_per_host else ""
+        return [f"{every}  # on each of {hosts} hosts, NODE_RANK 0 to {hosts - 1}{short}"]
+    return [
+        f"{line(rest if rank == hosts - 1 else devices_per_host, f'{start}{rank}')}  # on host {rank}"
+        for rank in range(hosts)
+    ]
 
 
 def dryrun_commands(st: Strategy, run: str = "run/") -> list[str]:
