@@ -11,7 +11,10 @@ from typing import Any
 
 from mindferry import __version__
 from mindferry.errors import UsageError
-from mindferry.spec import ModelSpec, OptimizerSpec, Precision, Recipe, Schedule
+from mindferry.recipes.precision import precision_of
+from mindferry.recipes.reading import read_recipe
+from mindferry.recipes.stated import Overrides, Stated, resolve
+from mindferry.spec import LossScale, ModelSpec, OptimizerSpec, Precision, Recipe, Schedule
 from mindferry.targets import model_keys, run_yaml
 from mindferry.targets.run_directory import check_free, staged, write_json, write_text
 
@@ -27,6 +30,8 @@ class Choices:
         seq_length: tokens a sequence.
         batch_size: sequences a step.
         steps: length of the schedule in optimizer steps (wins over epochs).
+        tokenizer: directory with tokenizer files, where the source has none.
+        assume: values that the source does not state (ModelSpec field -> value).
     """
 
     seq_length: int
@@ -35,8 +40,15 @@ class Choices:
     steps: int | None = None
     learning_rate: float | None = None
     layer_spec: str = "portable"
-    compute_dtype: str = "float32"
+    compute_dtype: str | None = None
     device: str = "CPU"
+    accumulation: int | None = None
+    amp_level: str | None = None
+    recipe: Path | None = None
+    lr_scaling: str | None = None
+    warmup_rule: str | None = None
+    tokenizer: Path | None = None
+    assume: dict[str, Any] | None = None
 
 
 @dataclass
@@ -59,6 +71,20 @@ class Ticks:
 
     weights: Callable[[int, str], None] | None = None
     data: Any = None
+
+
+def _tokenizer_files(directory: Path) -> dict[str, Path]:
+    """The tokenizer files in a directory of the person's choice."""
+    from mindferry.data.tokenizer import FILE_NAMES
+
+    found = {name: directory / name for name in FILE_NAMES if (directory / name).is_file()}
+    if not found:
+        raise UsageError(
+            f"--tokenizer: {directory}: none of {', '.join(FILE_NAMES)} in it",
+            remedy="give a directory with the tokenizer the model was trained with",
+            id="tokenizer.missing",
+        )
+    return found
 
 
 def _check(spec: ModelSpec, choices: Choices, source: Path) -> None:
@@ -86,18 +112,48 @@ def _check(spec: ModelSpec, choices: Choices, source: Path) -> None:
         )
 
 
-def _recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict[str, Any]], list[str]]:
+def _precision(choices: Choices) -> Precision | None:
+    """What the command line says about precision, or None."""
+    if choices.amp_level is not None:
+        return precision_of(choices.amp_level, choices.compute_dtype or "float16")
+    return Precision(compute=choices.compute_dtype) if choices.compute_dtype else None
+
+
+def _recipe(
+    choices: Choices, stated: Stated | None, sequences: int
+) -> tuple[Recipe, list[dict[str, Any]], list[str]]:
     """The recipe, where each part of it comes from, and warnings."""
+    if stated is None:
+        return _default_recipe(choices, sequences)
+    asked = Overrides(
+        batch_size=choices.batch_size,
+        gradient_accumulation_steps=choices.accumulation,
+        epochs=choices.epochs,
+        steps=choices.steps,
+        learning_rate=choices.learning_rate,
+        precision=_precision(choices),
+        lr_scaling=choices.lr_scaling,
+        warmup_rule=choices.warmup_rule,
+    )
+    resolved = resolve(stated, sequences, choices.seq_length, asked)
+    return resolved.recipe, resolved.decisions, resolved.warnings
+
+
+def _default_recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict[str, Any]], list[str]]:
+    """What transformers' Trainer would do, where no recipe is given."""
     warnings = []
+    count = choices.accumulation or 1
     batch_size = choices.batch_size or int(HF_TRAINER_DEFAULTS["batch_size"])
-    if batch_size > sequences:
+    if batch_size * count > sequences:
+        lowered = max(1, sequences // count)
         warnings.append(
-            f"batch size lowered from {batch_size} to {sequences}: the corpus has no more sequences"
+            f"batch size lowered from {batch_size} to {lowered}: the corpus has no more sequences"
         )
-        batch_size = sequences
-    steps_per_epoch = sequences // batch_size
+        batch_size = lowered
+    steps_per_epoch = sequences // (batch_size * count)
     epochs = choices.epochs or int(HF_TRAINER_DEFAULTS["epochs"])
-    steps = choices.steps or epochs * steps_per_epoch
+    steps = choices.steps or epochs * max(steps_per_epoch, 1)
+    precision = _precision(choices) or Precision()
     recipe = Recipe(
         optimizer=OptimizerSpec(),
         schedule=Schedule(
@@ -105,33 +161,35 @@ def _recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict[str, An
             learning_rate=choices.learning_rate or HF_TRAINER_DEFAULTS["learning_rate"],
             total_steps=steps,
         ),
-        precision=Precision(compute=choices.compute_dtype),
+        precision=precision,
         seq_length=choices.seq_length,
         batch_size=batch_size,
+        gradient_accumulation_steps=count,
         max_grad_norm=HF_TRAINER_DEFAULTS["max_grad_norm"],
+        loss_scale=LossScale(dynamic=True, value=65536.0) if precision.compute == "float16" else LossScale(),
         seed=int(HF_TRAINER_DEFAULTS["seed"]),
     )
 
-    def origin(given: Any) -> str:
-        return "command line" if given else "transformers.TrainingArguments default"
+    def row(key: str, value: Any, given: Any = None) -> dict[str, Any]:
+        origin = "command line" if given else "transformers.TrainingArguments default"
+        return {"key": key, "value": value, "from": origin}
 
-    decisions: list[dict[str, Any]] = [
-        {"key": "batch_size", "value": batch_size, "from": origin(choices.batch_size)},
-        {"key": "total_steps", "value": steps, "from": origin(choices.steps or choices.epochs)},
+    said = choices.compute_dtype or choices.amp_level
+    decisions = [
+        row("batch_size", batch_size, choices.batch_size),
+        row("gradient_accumulation_steps", count, choices.accumulation),
+        row("total_steps", steps, choices.steps or choices.epochs),
+        row("learning_rate", recipe.schedule.learning_rate, choices.learning_rate),
+        row("lr_schedule", "linear to 0, no warm-up"),
+        row("optimizer", "AdamW betas 0.9 0.999 eps 1e-8 decay 0"),
+        row("max_grad_norm", recipe.max_grad_norm),
+        row("seed", recipe.seed),
         {
-            "key": "learning_rate",
-            "value": recipe.schedule.learning_rate,
-            "from": origin(choices.learning_rate),
+            "key": "precision",
+            "value": precision.model_dump(),
+            "from": "command line" if said else "float32, to compare with the source",
         },
-        {"key": "lr_schedule", "value": "linear to 0, no warm-up", "from": origin(None)},
-        {"key": "optimizer", "value": "AdamW betas 0.9 0.999 eps 1e-8 decay 0", "from": origin(None)},
-        {"key": "max_grad_norm", "value": recipe.max_grad_norm, "from": origin(None)},
-        {"key": "seed", "value": recipe.seed, "from": origin(None)},
-        {
-            "key": "compute_dtype",
-            "value": choices.compute_dtype,
-            "from": "command line or float32, to compare",
-        },
+        row("loss_scale", recipe.loss_scale.model_dump(), said),
     ]
     return recipe, decisions, warnings
 
@@ -157,7 +215,10 @@ def migrate(
 
     ticks = ticks or Ticks()
     check_free(out, force)
-    source = open_source(source_path)
+    stated = read_recipe(choices.recipe) if choices.recipe is not None else None
+    source = open_source(source_path, assume=choices.assume)
+    if choices.tokenizer is not None:
+        source.tokenizer_files = _tokenizer_files(choices.tokenizer)
     _check(source.spec, choices, source_path)
     with staged(out, force) as staging:
         data_report = build_mindrecord(
@@ -170,11 +231,11 @@ def migrate(
             progress=ticks.data,
         )
         weights = convert(source, staging / "model", dtype="float32", progress=ticks.weights)
-        recipe, recipe_decisions, recipe_warnings = _recipe(choices, data_report.sequences)
+        recipe, recipe_decisions, recipe_warnings = _recipe(choices, stated, data_report.sequences)
         content = run_yaml.build(
             source.spec,
             recipe,
-            steps_per_epoch=data_report.sequences // recipe.batch_size,
+            steps_per_epoch=data_report.sequences // recipe.sequences_per_step,
             layer_spec=choices.layer_spec,
             device=choices.device,
         )
@@ -188,7 +249,12 @@ def migrate(
         report = {
             "mindferry": __version__,
             "python": platform.python_version(),
-            "source": {"path": str(source_path), "format": source.format, "family": source.family},
+            "source": {
+                "path": str(source_path),
+                "format": source.format,
+                "family": source.family,
+                "assume": choices.assume or {},
+            },
             "model": source.spec.model_dump(),
             "parameters": source.spec.num_parameters(),
             "config": [vars(d) for d in source.decisions],

@@ -206,12 +206,16 @@ class LossScale(Spec):
 
 
 class Precision(Spec):
-    """Data types of the parts of a step. Parameters and optimizer states stay in `params`."""
+    """Data types of the parts of a step. Parameters and optimizer states stay in `params`.
+
+    fp32_residual: the stream between the layers is float32 whatever `compute` is (amp_level O1).
+    """
 
     compute: DType = "float32"
     params: DType = "float32"
     layernorm: DType = "float32"
     softmax: DType = "float32"
+    fp32_residual: bool = False
 
 
 class Recipe(Spec):

@@ -13,21 +13,60 @@ EXAMPLE = "Example: mindferry migrate gpt2/ --data corpus/ --out run/ --seq-leng
 
 @command("migrate")
 def migrate(
-    source: Path = typer.Argument(..., metavar="SRC", help="Hugging Face directory of the model."),
+    source: Path = typer.Argument(
+        ...,
+        metavar="SRC",
+        help="Model: a directory (Hugging Face, Megatron-LM, LitGPT, ...) or a nanoGPT ckpt.pt.",
+    ),
     data: list[Path] = typer.Option(
         ..., "--data", metavar="TEXT...", help="Text files or directories to train on (several are fine)."
     ),
     out: Path = typer.Option(..., "--out", metavar="RUN", help="Directory to create."),
     seq_length: int = typer.Option(..., "--seq-length", help="Tokens in a sequence."),
-    batch_size: int | None = typer.Option(None, "--batch-size", min=1, help="Sequences in a step (8)."),
+    recipe: Path | None = typer.Option(
+        None,
+        "--recipe",
+        metavar="FILE",
+        help="The source's training settings: training_args.bin/.json/.yaml, nanoGPT .py, Megatron-LM .sh or .pt.",
+    ),
+    batch_size: int | None = typer.Option(
+        None, "--batch-size", min=1, help="Sequences in a micro-batch (8)."
+    ),
+    accumulation: int | None = typer.Option(
+        None, "--accumulation", min=1, help="Micro-batches in an optimizer step (1)."
+    ),
+    lr_scaling: str | None = typer.Option(
+        None,
+        "--lr-scaling",
+        help="none, linear or sqrt: rates when a step's sequences differ from the recipe's.",
+    ),
+    warmup_rule: str | None = typer.Option(
+        None,
+        "--warmup-rule",
+        help="t/w, (t+1)/(w+1) or max(1,t)/w: the recipe's warm-up, where versions differ.",
+    ),
     epochs: int | None = typer.Option(None, "--epochs", min=1, help="Passes over the data (3)."),
     steps: int | None = typer.Option(
         None, "--steps", min=1, help="Length of the schedule, instead of --epochs."
     ),
     learning_rate: float | None = typer.Option(None, "--learning-rate", min=0.0, help="Peak rate (5e-5)."),
     layer_spec: str = typer.Option("portable", "--layer-spec", help="portable, fused or reference."),
-    compute_dtype: str = typer.Option("float32", "--compute-dtype", help="float32, float16 or bfloat16."),
+    compute_dtype: str | None = typer.Option(
+        None, "--compute-dtype", help="float32, float16 or bfloat16 (the recipe's, or float32)."
+    ),
+    amp_level: str | None = typer.Option(
+        None, "--amp-level", help="O0, O1, O2 or O3, with --compute-dtype as the half type (float16)."
+    ),
     device: str = typer.Option("cpu", "--device", help="cpu or ascend."),
+    tokenizer: Path | None = typer.Option(
+        None, "--tokenizer", metavar="DIR", help="Directory with the tokenizer, where SRC has none."
+    ),
+    assume: list[str] = typer.Option(
+        [],
+        "--assume",
+        metavar="FIELD=VALUE",
+        help="A value the source does not state (activation=gelu_tanh).",
+    ),
     force: bool = typer.Option(False, "--force", help="Replace RUN if it is a run already."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
@@ -37,8 +76,13 @@ def migrate(
     is accounted for.
     """
     from mindferry import migration
-    from mindferry.cli.choices import one_of
+    from mindferry.cli.choices import assumed, one_of
     from mindferry.layers import LAYER_SPECS
+    from mindferry.recipes.precision import LEVELS
+    from mindferry.recipes.schedule import SCALINGS
+
+    def maybe(option: str, value: str | None, allowed: tuple[str, ...]) -> str | None:
+        return None if value is None else one_of(option, value, allowed)
 
     choices = migration.Choices(
         seq_length=seq_length,
@@ -47,8 +91,15 @@ def migrate(
         steps=steps,
         learning_rate=learning_rate,
         layer_spec=one_of("--layer-spec", layer_spec, LAYER_SPECS),
-        compute_dtype=one_of("--compute-dtype", compute_dtype, ("float32", "float16", "bfloat16")),
+        compute_dtype=maybe("--compute-dtype", compute_dtype, ("float32", "float16", "bfloat16")),
+        amp_level=maybe("--amp-level", amp_level, LEVELS),
+        accumulation=accumulation,
+        recipe=recipe,
+        lr_scaling=maybe("--lr-scaling", lr_scaling, tuple(SCALINGS)),
+        warmup_rule=maybe("--warmup-rule", warmup_rule, ("t/w", "(t+1)/(w+1)", "max(1,t)/w")),
         device={"cpu": "CPU", "ascend": "Ascend"}[one_of("--device", device, ("cpu", "ascend"))],
+        tokenizer=tokenizer,
+        assume=assumed(assume),
     )
     with Progress("migrating", total=None, unit="steps") as bar:
         ticks = migration.Ticks(weights=lambda done, name: bar.advance(note=name), data=bar)

@@ -70,6 +70,7 @@ def _result(directory: Any, outcome: Any, steps: int | None) -> Result:
         "last_loss": last,
         "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
         "metrics": str(directory.metrics),
+        "skipped_steps": outcome.skipped,
         "stopped": "interrupted" if interrupted else "finished",
     }
     text = (
@@ -77,7 +78,17 @@ def _result(directory: Any, outcome: Any, steps: int | None) -> Result:
         f"  metrics     {directory.metrics}\n"
         f"  checkpoint  {outcome.checkpoint}"
     )
-    findings = []
+    findings = [Finding("train.note", "warning", note) for note in outcome.notes]
+    if outcome.skipped:
+        shown = ", ".join(str(step) for step in outcome.skipped[:5]) + ("..." if outcome.skipped[5:] else "")
+        findings.append(
+            Finding(
+                "train.overflow",
+                "info",
+                f"{len(outcome.skipped)} updates left out because gradients overflowed (steps {shown})",
+                cause="the loss scale was too high for float16; it falls until they fit",
+            )
+        )
     if interrupted:
         findings.append(
             Finding(

@@ -56,7 +56,7 @@ class Overrides:
     epochs: int | None = None
     steps: int | None = None
     learning_rate: float | None = None
-    compute_dtype: str | None = None
+    precision: Precision | None = None
     lr_scaling: str | None = None
     warmup_rule: str | None = None
 
@@ -164,12 +164,11 @@ def resolve(stated: Stated, sequences: int, seq_length: int, asked: Overrides) -
     if steps is None:
         epochs = asked.epochs or stated.epochs or 1
         steps = math.ceil(epochs * (sequences // (size * count)))
-    precision = stated.precision
+    precision = asked.precision or stated.precision
     scale = stated.loss_scale
-    if asked.compute_dtype is not None and asked.compute_dtype != precision.compute:
-        precision = precision.model_copy(update={"compute": asked.compute_dtype})
-        if asked.compute_dtype != "float16":
-            scale = LossScale()
+    if precision.compute != stated.precision.compute:
+        half = precision.compute == "float16"
+        scale = LossScale(dynamic=True, value=65536.0) if half else LossScale()
     check_precision(precision, scale, str(stated.origin))
     schedule = _schedule(stated, asked, steps, ratio)
     if schedule.kind not in ("constant", "inverse_sqrt") and (schedule.decay_steps or steps) > steps:
@@ -216,7 +215,7 @@ def _decisions(stated: Stated, asked: Overrides, recipe: Recipe) -> list[dict[st
         row("optimizer", recipe.optimizer.model_dump()),
         row("max_grad_norm", recipe.max_grad_norm),
         row("per_token_loss", recipe.per_token_loss),
-        row("precision", recipe.precision.model_dump(), "compute_dtype"),
+        row("precision", recipe.precision.model_dump(), "precision"),
         row("loss_scale", recipe.loss_scale.model_dump()),
         row("seed", recipe.seed),
         row("settings_not_about_training", sorted(stated.ignored)),

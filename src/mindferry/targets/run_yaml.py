@@ -182,6 +182,8 @@ def build(
         "architectures": [network_class],
         **model_config_from(spec, recipe.seq_length, recipe.precision, layer_spec),
     }
+    if recipe.precision.fp32_residual:
+        model_config["fp32_residual_connection"] = True
     return {
         "seed": recipe.seed,
         "run_mode": "train",

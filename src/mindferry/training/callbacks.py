@@ -41,6 +41,7 @@ class Outcome:
         losses: loss of each step of this session, by step number.
         signal: number of the signal that ended the session early, or 0.
         skipped: steps whose gradients overflowed; their batches were read, but nothing was learned.
+        notes: what ran otherwise than run.yaml says, and why.
     """
 
     first_step: int = 0
@@ -49,6 +50,7 @@ class Outcome:
     signal: int = 0
     checkpoint: Path | None = None
     skipped: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class StepMetrics(Callback):

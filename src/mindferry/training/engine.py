@@ -108,6 +108,7 @@ def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
     from mindformers.tools.register import MindFormerConfig
 
     content = copy.deepcopy(content)
+    precision_notes(content)
     if content["context"]["device_target"] == "CPU":
         wrapper = content["runner_wrapper"]["type"]
         if wrapper not in compat.PORTABLE_WRAPPERS:
@@ -130,6 +131,24 @@ def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
     effective = run.logs / "effective.yaml"
     write_text(effective, run_yaml.dump(content))
     return MindFormerConfig(str(effective))
+
+
+def precision_notes(content: dict[str, Any]) -> list[str]:
+    """What a CPU does instead of the precision that run.yaml names; changes `content` accordingly."""
+    config = content["model"]["model_config"]
+    if content["context"]["device_target"] != "CPU" or config.get("layer_spec") != "portable":
+        return []
+    changed = [key for key in _TYPE_KEYS if config.get(key) == "bfloat16"]
+    for key in changed:
+        config[key] = "float32"
+    if not changed:
+        return []
+    return [
+        f"{', '.join(changed)}: MindSpore's CPU operators have no bfloat16; portable layers compute in float32 here"
+    ]
+
+
+_TYPE_KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type")
 
 
 def _needs_own_steps(content: dict[str, Any]) -> bool:
@@ -316,6 +335,7 @@ def _fit(
     from mindferry.training import callbacks
 
     outcome = callbacks.Outcome(first_step=start, last_step=start)
+    outcome.notes = precision_notes(copy.deepcopy(content))
     rows = _rows(content)
     runner = content["runner_config"]
     batch = runner["batch_size"] * runner["gradient_accumulation_steps"]

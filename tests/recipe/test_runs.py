@@ -1,0 +1,94 @@
+"""Recipes in whole runs, through mindformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindferry.errors import MindferryError
+from mindferry.targets import run_yaml
+from mindferry.targets.run_directory import RunDirectory
+from mindferry.training.engine import Options, train
+
+from ..support import make_run, make_source, run_cli
+
+NANOGPT = """
+learning_rate = 1e-3
+max_iters = 30
+lr_decay_iters = 30
+warmup_iters = 5
+min_lr = 1e-4
+batch_size = 2
+block_size = 32
+gradient_accumulation_steps = 4
+grad_clip = 0.7
+dtype = 'bfloat16'
+"""
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source without dropout."""
+    directory = tmp_path_factory.mktemp("plain") / "gpt2"
+    return make_source(directory, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
+
+
+def test_migrate_with_a_recipe_and_train(plain: Path, corpus: Path, tmp_path: Path) -> None:
+    """The command: recipe in, accumulation and warm-up as the source had them, one record a step."""
+    recipe = tmp_path / "train_small.py"
+    recipe.write_text(NANOGPT)
+    run = tmp_path / "run"
+    done = run_cli(
+        *("migrate", plain, "--data", corpus, "--out", run, "--seq-length", "32"),
+        *("--recipe", recipe, "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((run / "migration.json").read_text())
+    origin = {row["key"]: row["from"] for row in report["recipe"]}
+    assert origin["learning_rate"] == "train_small.py (nanoGPT)"
+    content = run_yaml.read(run / "run.yaml")
+    assert content["runner_config"]["gradient_accumulation_steps"] == 4
+    assert content["optimizer"]["betas"] == [0.9, 0.95]
+    outcome = train(RunDirectory.open(run), Options(steps=6))
+    assert "no bfloat16" in outcome.notes[0]
+    records = metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["lr"] for record in records] == pytest.approx(
+        [1e-3 / 6, 2e-3 / 6, 3e-3 / 6, 4e-3 / 6, 5e-3 / 6, 1e-3], rel=1e-6
+    )
+    assert records[0]["tokens_per_second"] == pytest.approx(8 * 32 / records[0]["step_time"])
+
+
+def test_accumulated_steps_are_those_of_one_big_batch(plain: Path, corpus: Path, tmp_path: Path) -> None:
+    """Four micro-batches of 2, and one batch of 8: the same losses, also after a resume."""
+    whole = make_run(plain, corpus, tmp_path / "whole", batch_size=8)
+    cut = make_run(plain, corpus, tmp_path / "cut", batch_size=2, accumulation=4)
+    train(RunDirectory.open(whole), Options(steps=8))
+    train(RunDirectory.open(cut), Options(steps=5))
+    train(RunDirectory.open(cut), Options(steps=8, resume=True))
+    pairs = [(a["loss"], b["loss"]) for a, b in zip(metrics(whole), metrics(cut), strict=True)]
+    assert len(pairs) == 8
+    assert max(abs(a - b) for a, b in pairs) <= 1e-5
+
+
+def test_a_run_that_only_overflows_stops_and_says_so(plain: Path, corpus: Path, tmp_path: Path) -> None:
+    run = make_run(plain, corpus, tmp_path / "run", amp_level="O2")
+    content = run_yaml.read(run / "run.yaml")
+    assert content["runner_wrapper"]["scale_sense"]["type"] == "DynamicLossScaleUpdateCell"
+    overrides = {
+        "runner_wrapper.scale_sense.loss_scale_value": 2.0**120,
+        "runner_wrapper.scale_sense.scale_floor": 2.0**117,
+    }
+    with pytest.raises(MindferryError, match="every step since step 1") as caught:
+        train(RunDirectory.open(run), Options(steps=30, overrides=overrides))
+    assert "fell to its floor" in str(caught.value)
+    records = metrics(run)
+    assert [record["loss_scale"] for record in records] == [2.0**120, 2.0**119, 2.0**118, 2.0**117]
+    assert records[-1]["skipped_steps"] == 4
+    assert len({record["lr"] for record in records}) == 1, "skipped steps do not advance the schedule"
