@@ -106,6 +106,23 @@ def test_good_rows() -> None:
     assert judged(rows(tokens(Tiny())), shuffle=False) == {"unshuffled": "info"}
 
 
+def test_order_of_the_data() -> None:
+    """Sorted rows are found at any batch size; shuffled rows never are."""
+    for batch in (2, 4, 8, 16):
+        for seed in range(12):
+            ids = tokens(Tiny(seed=seed))
+            topic = np.arange(len(ids)) * 4 // len(ids)
+            ids = (ids % 16 + topic[:, None] * 16).astype(np.int32)
+            for order, expected in (
+                (np.arange(256), ["loss.data.order"]),
+                (np.random.default_rng(seed).permutation(256), []),
+            ):
+                step = Step("data")
+                first = rows(ids[order[: 8 * batch]])
+                judge_rows(step, Rows(first), Rows(rows(ids)), content(batch=batch))
+                assert [item.id for item in step.findings] == expected, (batch, seed)
+
+
 @pytest.mark.parametrize("shift", [-1, 0, 2])
 def test_label_shift(shift: int) -> None:
     ids = tokens(Tiny(seq_length=20))
@@ -303,6 +320,16 @@ def test_recipe_of_a_migration_is_understood() -> None:
         ]
     }
     assert source_of(text) == Source(learning_rate=5e-5, warmup_steps=0, kind="linear")
+    schedule = {
+        "learning_rate": 6e-4,
+        "warmup_steps": 2000,
+        "total_steps": 600_000,
+        "min_learning_rate": 6e-5,
+    }
+    rows = [("lr_schedule", schedule), ("batch_size", 12), ("gradient_accumulation_steps", 40)]
+    stated = {"recipe": [{"key": key, "value": value} for key, value in rows]}
+    assert source_of(stated) == Source(6e-4, 2000, 600_000, 480, "cosine")
+    assert source_of({"recipe": [{"key": "lr_schedule", "value": {"nonsense": 1}}]}) == Source()
     assert source_of({"recipe": "?"}) == Source()
     assert source_of({"recipe": [{"key": 3}, None]}) == Source()
 

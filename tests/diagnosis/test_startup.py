@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindferry.diagnosis.startup import diagnose, read
+from mindferry.diagnosis.startup import diagnose, diagnose_exception, read
 from mindferry.diagnosis.startup.knowledge import _HOLE, entries
 from mindferry.errors import UsageError
 
@@ -320,6 +320,18 @@ def test_forms_of_one_log(form: str, tmp_path: Path) -> None:
     path = tmp_path / ("a.log.gz" if "gz" in form else "a.log")
     path.write_bytes(data)
     assert diagnose(path)[0].id == "startup.config.dropout-int"
+
+
+def test_a_caught_exception_is_named_without_a_log() -> None:
+    try:
+        try:
+            raise KeyError("The config 'runner_config' gets an unexpected key: batchsize")
+        except KeyError as err:
+            raise RuntimeError("building failed") from err
+    except RuntimeError as err:
+        first = diagnose_exception(err)[0]
+    assert first.id == "startup.config.unknown-section-key"
+    assert "batchsize" in first.message
 
 
 def test_stdin_and_strings() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,11 @@ SANE_NORM = 100.0
 
 @dataclass(frozen=True)
 class Source:
-    """What migration.json says the source's recipe was; None where it says nothing."""
+    """What migration.json says the source's recipe was; None where it says nothing.
+
+    Attributes:
+        batch_size: sequences of an optimizer step.
+    """
 
     learning_rate: float | None = None
     warmup_steps: int | None = None
@@ -39,26 +42,40 @@ def source_of(report: Mapping[str, Any]) -> Source:
     for row in report.get("recipe") or ():
         if isinstance(row, Mapping) and isinstance(row.get("key"), str):
             values[row["key"]] = row.get("value")
+    stated = _schedule_of(values.get("lr_schedule"))
+    if stated is not None:
+        values = {"learning_rate": stated.learning_rate, "total_steps": stated.total_steps, **values}
+        values.setdefault("warmup_steps", stated.warmup_steps)
     text = str(values.get("lr_schedule", ""))
-    kind = next((word for word in ("cosine", "linear", "constant") if word in text), None)
-    warmup = values.get("warmup_steps")
-    if warmup is None and "no warm-up" in text:
-        warmup = 0
-    elif warmup is None:
-        match = re.search(r"(\d+) (?:warm-?up|steps of warm-?up)", text)
-        warmup = int(match.group(1)) if match else None
+    kind = stated.kind if stated else next((w for w in ("cosine", "linear", "constant") if w in text), None)
+    if "no warm-up" in text:
+        values.setdefault("warmup_steps", 0)
 
     def number(key: str, cast: Any) -> Any:
         value = values.get(key)
         return cast(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
+    batch = number("batch_size", int)
     return Source(
         learning_rate=number("learning_rate", float),
-        warmup_steps=warmup if isinstance(warmup, int) else None,
+        warmup_steps=number("warmup_steps", int),
         total_steps=number("total_steps", int),
-        batch_size=number("batch_size", int),
+        batch_size=batch * (number("gradient_accumulation_steps", int) or 1) if batch else None,
         kind=kind,
     )
+
+
+def _schedule_of(raw: Any) -> Any:
+    """The mindferry.spec.Schedule that `migrate` wrote down, or None for anything else."""
+    from mindferry.errors import UsageError
+    from mindferry.spec import Schedule, spec_from
+
+    if not isinstance(raw, Mapping):
+        return None
+    try:
+        return spec_from(Schedule, {str(key): value for key, value in raw.items()}, "migration.json")
+    except UsageError:
+        return None
 
 
 def rates(block: Mapping[str, Any], count: int) -> list[float] | None:
@@ -100,7 +117,8 @@ def _against_source(step: Step, content: Mapping[str, Any], source: Source) -> N
     block = content["lr_schedule"]
     peak = float(block["learning_rate"])
     if source.learning_rate:
-        batch = content["runner_config"]["batch_size"]
+        runner = content["runner_config"]
+        batch = runner["batch_size"] * runner.get("gradient_accumulation_steps", 1)
         scaled = source.learning_rate * (batch / source.batch_size if source.batch_size else 1.0)
         low, high = sorted((source.learning_rate, scaled))
         if peak > high * RATIO or peak < low / RATIO:

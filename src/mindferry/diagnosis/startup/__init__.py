@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from mindferry.diagnosis.startup.report import Picture, diagnose, findings_of, read
+from mindferry.diagnosis.startup.report import Picture, diagnose, diagnose_exception, findings_of, read
 
-__all__ = ["Picture", "diagnose", "findings_of", "read"]
+__all__ = ["Picture", "diagnose", "diagnose_exception", "findings_of", "read"]

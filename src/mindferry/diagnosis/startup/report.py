@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,6 +330,11 @@ def diagnose(source: Path | str | Iterable[str | bytes]) -> list[Finding]:
     if isinstance(source, str):
         source = Path(source)
     return findings_of(read(source))
+
+
+def diagnose_exception(err: BaseException) -> list[Finding]:
+    """Findings about an exception that was just caught, from its own traceback: no log is needed."""
+    return diagnose([line for part in traceback.format_exception(err) for line in part.splitlines()])
 
 
 def read_stdin(progress: Any = None) -> Picture:
