@@ -36,7 +36,7 @@ def metrics(run: Path) -> list[dict]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source without dropout."""
     directory = tmp_path_factory.mktemp("plain") / "gpt2"
-    return make_source(directory, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
+    return make_source(directory, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, n_layer=1)
 
 
 def test_migrate_with_a_recipe_and_train(plain: Path, corpus: Path, tmp_path: Path) -> None:
@@ -92,3 +92,19 @@ def test_a_run_that_only_overflows_stops_and_says_so(plain: Path, corpus: Path, 
     assert [record["loss_scale"] for record in records] == [2.0**120, 2.0**119, 2.0**118, 2.0**117]
     assert records[-1]["skipped_steps"] == 4
     assert len({record["lr"] for record in records}) == 1, "skipped steps do not advance the schedule"
+
+
+def test_resume_is_bit_equal_with_dropout(corpus: Path, tmp_path: Path) -> None:
+    """Dropout at every place, shuffled data, an epoch boundary, accumulation: the unbroken run's losses."""
+    source = make_source(tmp_path / "gpt2", embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2, n_layer=1)
+    runs = {
+        name: make_run(source, corpus, tmp_path / name, batch_size=48, accumulation=2)
+        for name in ("whole", "broken")
+    }
+    train(RunDirectory.open(runs["whole"]), Options(steps=10))
+    state = json.loads((runs["whole"] / "checkpoints/step-00000010/state.json").read_text())
+    assert 3 < state["steps_per_epoch"] < 10, "the test must cross an epoch"
+    train(RunDirectory.open(runs["broken"]), Options(steps=4))
+    train(RunDirectory.open(runs["broken"]), Options(steps=10, resume=True))
+    whole, broken = ([record["loss"] for record in metrics(runs[name])] for name in ("whole", "broken"))
+    assert broken == whole

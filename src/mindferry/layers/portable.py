@@ -25,6 +25,7 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import SplitWithSize
 from mindspore.ops.operations import Morph
 
+from mindferry.layers.dropout import PortableDropout
 from mindferry.layers.rotary import ApplyRotary, RotaryTables
 
 
@@ -48,7 +49,7 @@ class CoreAttention(nn.Cell):
         self.context = ops.BatchMatMul()
         self.softmax = ops.Softmax(axis=-1)
         self.use_dropout = config.attention_dropout > 0.0
-        self.dropout = nn.Dropout(p=config.attention_dropout)
+        self.dropout = PortableDropout(config.attention_dropout)
 
     def construct(self, query, key, value, attention_mask):
         """Attend; see the class for shapes."""
@@ -154,20 +155,6 @@ class SplitLast(nn.Cell):
             parts = (*parts, x[..., start : start + size])
             start = start + size
         return parts
-
-
-class PortableDropout(nn.Cell):
-    """Dropout in training, identity otherwise; DropoutExt has no CPU kernel, Dropout has."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.use_dropout = p > 0.0
-        self.dropout = nn.Dropout(p=p)
-
-    def construct(self, x):
-        if not self.training or not self.use_dropout:
-            return x
-        return self.dropout(x)
 
 
 class TokenLoss(nn.Cell):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from mindspore.train.callback import Callback
 
+from mindferry.layers.dropout import COUNTER, count_steps
 from mindferry.training import checkpoints
 from mindferry.training.interruption import Interruption
 from mindferry.training.loss_scale import ScaleWatch
@@ -184,13 +185,14 @@ class CommittedCheckpoints(Callback):
 
 
 def split_parameters(network: Any, model: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """All parameters of the training step as numpy: the model's weights, and everything else by name."""
-    weights = {p.name: p.asnumpy() for p in model.get_parameters()}
-    rest = {
-        p.name: p.asnumpy()
-        for p in network.get_parameters()
-        if p.name not in weights and not p.name.startswith(TRANSIENT)
-    }
+    """All parameters of the training step as numpy: the model's weights, and everything else by name.
+
+    Left out is what each step sets anew (accumulators, the counter of dropout).
+    """
+    kept = [p for p in network.get_parameters() if not p.name.startswith((TRANSIENT, COUNTER))]
+    names = {p.name for p in model.get_parameters()}
+    weights = {p.name: p.asnumpy() for p in kept if p.name in names}
+    rest = {p.name: p.asnumpy() for p in kept if p.name not in names}
     return weights, rest
 
 
@@ -203,6 +205,35 @@ class CheckWeights(Callback):
 
     def on_train_begin(self, run_context: Any) -> None:
         self._check()
+
+
+class DropoutByStep(Callback):
+    """Draw dropout masks by the number of the step, so that a resumed run draws what an unbroken one would.
+
+    Must run after CheckWeights, whose network has no counter yet.
+
+    Attributes:
+        start: steps done before this session.
+        passes: forward passes in a step; the wrapper counts them up from this callback's number.
+    """
+
+    def __init__(self, model: Callable[[], Any], start: int, seed: int, passes: int) -> None:
+        super().__init__()
+        self._model, self._start, self._seed, self._passes = model, start, seed, passes
+        self._counter: Any = None
+
+    def on_train_begin(self, run_context: Any) -> None:
+        from mindformers.tools.utils import get_real_rank
+
+        self._counter = count_steps(self._model(), self._seed, get_real_rank())
+        run_context.original_args().train_network.dropout_counter = self._counter
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if self._counter is not None:
+            import mindspore as ms
+
+            step = self._start + run_context.original_args().cur_step_num
+            self._counter.set_data(ms.Tensor([step * self._passes], ms.int32))
 
 
 class RestoreOptimizer(Callback):
@@ -225,7 +256,7 @@ class RestoreOptimizer(Callback):
         saved = self._checkpoint.optimizer()
         names = {p.name for p in self._model().get_parameters()}
         for parameter in network.get_parameters():
-            if parameter.name in names or parameter.name.startswith(TRANSIENT):
+            if parameter.name in names or parameter.name.startswith((TRANSIENT, COUNTER)):
                 continue
             value = saved.get(parameter.name)
             if value is None or tuple(value.shape) != tuple(parameter.shape):

@@ -360,6 +360,9 @@ def _fit(
     parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
     if checkpoint:
         parts.append(callbacks.RestoreOptimizer(checkpoint, model))
+    parts.append(
+        callbacks.DropoutByStep(model, start, content["seed"], runner["gradient_accumulation_steps"])
+    )
     watch = _watch(content, checkpoint)
     parts.append(
         callbacks.StepMetrics(

@@ -180,6 +180,8 @@ class AccumulatingTrainOneStepCell(MFTrainOneStepCell):
         self.clip_grad_norm = ClipGlobalNorm(max_grad_norm)
         self.micro_batches = micro_batches
         self.micro: MicroStep | None = None
+        # Set by the DropoutByStep callback where the network has dropout.
+        self.dropout_counter: ms.Parameter | None = None
         # One micro-batch on one process is a mean over its tokens either way.
         if micro_batches > 1 or (per_token_loss and self.reducer_flag):
             totals = self.weights.clone(prefix="step_total", init="zeros")
@@ -195,6 +197,8 @@ class AccumulatingTrainOneStepCell(MFTrainOneStepCell):
             return super().__call__(*inputs)
         rows = inputs[0].shape[0] // self.micro_batches
         for number in range(self.micro_batches):
+            if number and self.dropout_counter is not None:
+                self.dropout_counter.set_data(self.dropout_counter + 1)
             self.micro(*(value[number * rows : (number + 1) * rows] for value in inputs))
         return self.update()
 
