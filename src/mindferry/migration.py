@@ -239,6 +239,8 @@ def migrate(
             layer_spec=choices.layer_spec,
             device=choices.device,
         )
+        if any(row["target"].endswith(".beta") for row in weights.created):
+            content["model"]["model_config"]["trainable_norm_bias"] = False
         write_text(staging / "run.yaml", run_yaml.dump(content))
         tokenizer = staging / "tokenizer"
         if source.tokenizer_files:

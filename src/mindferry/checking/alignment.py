@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +117,15 @@ def align(run: Any, source_path: Path, batch_size: int = 2) -> Alignment:
     from mindferry.sources import open_source
     from mindferry.training import engine
 
-    source = open_source(source_path)
+    source = open_source(source_path, assume=sides.assumptions(run))
     overrides = {**sides.no_dropout(), "context.mode": 1, "context.enable_graph_kernel": False}
     content = engine.prepare(run, engine.Options(overrides=overrides))
     sides.check_pair(source, content, run)
     config = engine.set_up(content, run)
     batch = sides.first_batch(content, batch_size)
-    theirs = sides.run_torch(sides.load_torch_model(source_path), source, batch)
+    with tempfile.TemporaryDirectory(prefix="mindferry-source-") as scratch:
+        runnable = sides.huggingface_form(source, Path(scratch))
+        theirs = sides.run_torch(sides.load_torch_model(runnable), runnable.source, batch)
     network = sides.build_network(content, config)
     sides.load_weights(network, Path(content["load_checkpoint"]))
     ours = sides.run_mindspore(network, batch)

@@ -56,6 +56,8 @@ def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     decayed: list[Any] = []
     plain: list[Any] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         (plain if parameter.ndim == 1 or name.endswith(".bias") else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
@@ -93,6 +95,7 @@ def train_both(
     run: RunDirectory, source_path: Path, steps: int, on_step: Callable[[], None] = lambda: None
 ) -> Parity:
     """Train `steps` steps on both sides from the migrated weights; the run itself is not touched."""
+    from mindferry.sources import open_source
     from mindferry.targets import run_yaml
     from mindferry.training import engine
 
@@ -121,7 +124,10 @@ def train_both(
         outcome = engine.train(RunDirectory(root), options)
         content = engine.prepare(RunDirectory(root), options)
     target = [outcome.losses[step] for step in sorted(outcome.losses)]
-    source = train_torch(sides.load_torch_model(source_path), content, batches, on_step)
+    with tempfile.TemporaryDirectory(prefix="mindferry-source-") as scratch:
+        opened = open_source(source_path, assume=sides.assumptions(run))
+        runnable = sides.huggingface_form(opened, Path(scratch))
+        source = train_torch(sides.load_torch_model(runnable), content, batches, on_step)
     expected = [learning_rate(content["lr_schedule"], step) for step in range(len(target))]
     return _judge(source, target, expected, rates)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,20 @@ def require_torch() -> None:
         ) from None
 
 
-def load_torch_model(source_path: Path) -> Any:
+@dataclass(frozen=True)
+class Runnable:
+    """A Hugging Face model that PyTorch can run in place of the source.
+
+    Attributes:
+        source: its mindferry.sources.Source.
+        frozen: parameters that only transformers' class has; they are zero and must stay so.
+    """
+
+    source: Any
+    frozen: tuple[str, ...] = ()
+
+
+def load_torch_model(runnable: Runnable) -> Any:
     """The source as a transformers model in fp32, dropout off. Code in the directory is never run."""
     require_torch()
     import torch
@@ -81,13 +95,44 @@ def load_torch_model(source_path: Path) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        str(source_path),
+        str(runnable.source.path),
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
         attn_implementation="eager",
     )
+    for name, parameter in model.named_parameters():
+        if any(name == frozen or name.endswith(f".{frozen}") for frozen in runnable.frozen):
+            parameter.requires_grad_(False)
     return model.eval()
+
+
+def huggingface_form(source: Any, directory: Path) -> Runnable:
+    """`source` as a Hugging Face model, for PyTorch to run: itself, or a conversion written below `directory`.
+
+    nanoGPT, Megatron-LM and other checkpoints come without code that could be trusted to run them. They are
+    converted by the same weight rules as the run, whose layouts are proven against independent references in
+    the tests of the weights; what is compared here is everything after that.
+    """
+    if source.format == "huggingface":
+        return Runnable(source)
+    from mindferry.sources import open_source
+    from mindferry.weights import convert, exporting
+
+    weights = convert(source, directory / "model", dtype="float32")
+    migration = {
+        "source": {"format": source.format, "family": source.family},
+        "config": [vars(decision) for decision in source.decisions],
+        "model": source.spec.model_dump(),
+        "weights": weights.to_json(),
+    }
+    layout = source.rules.geometry.layout
+    trained = exporting.Trained(directory, directory / "model", 0, source.spec, layout, migration)
+    report = exporting.export(trained, "hf", directory / "hf", dtype="float32")
+    opened = open_source(directory / "hf")
+    made_up = {*report.created, *(row["target"] for row in weights.created)}
+    frozen = [name for step in opened.rules.steps if step.target in made_up for name in step.sources]
+    return Runnable(opened, tuple(frozen))
 
 
 def torch_loss(logits: Any, batch: Batch) -> Any:
@@ -264,6 +309,15 @@ def no_dropout() -> dict[str, Any]:
     return values
 
 
+def assumptions(run: RunDirectory) -> dict[str, Any]:
+    """What the person told `migrate` about the source (--assume)."""
+    try:
+        migration = json.loads(run.migration.read_text(encoding="utf-8"))
+        return dict(migration["source"].get("assume") or {})
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def check_pair(source: Any, content: Mapping[str, Any], run: RunDirectory) -> None:
     """The run and the source are the same kind of model.
 
@@ -271,7 +325,7 @@ def check_pair(source: Any, content: Mapping[str, Any], run: RunDirectory) -> No
         MindferryError: family or vocabulary differ, so no comparison makes sense.
     """
     config = content["model"]["model_config"]
-    model_type = ARCHITECTURES[source.family][2] if source.family in ARCHITECTURES else source.family
+    model_type = ARCHITECTURES[source.spec.family][2]
     for key, wanted in (("model_type", model_type), ("vocab_size", source.spec.vocab_size)):
         if config.get(key) != wanted:
             raise MindferryError(

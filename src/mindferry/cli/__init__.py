@@ -36,7 +36,7 @@ def _main(
 
 
 # The verbs, in the order of --help. Each module has `register(app)` and imports its work when called.
-COMMANDS = ("migrate", "verify", "train", "plan")
+COMMANDS = ("map", "migrate", "verify", "train", "plan", "export", "data", "doctor")
 
 
 def _register() -> None:

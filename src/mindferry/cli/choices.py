@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from mindferry.errors import UsageError, did_you_mean
 
@@ -20,3 +22,17 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
         remedy=did_you_mean(value, allowed),
         id="option.value",
     )
+
+
+def assumed(items: list[str]) -> dict[str, Any]:
+    """`["a=1", "b=x"]` as a table; numbers and true/false as JSON has them, anything else as text."""
+    result: dict[str, Any] = {}
+    for item in items:
+        name, sign, value = item.partition("=")
+        if not sign:
+            raise UsageError(f"--assume {item!r}: expected FIELD=VALUE", id="option.value")
+        try:
+            result[name] = json.loads(value)
+        except ValueError:
+            result[name] = value
+    return result

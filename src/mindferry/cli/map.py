@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mindferry.cli.choices import assumed
 from mindferry.cli.console import Finding, Result, command
 from mindferry.errors import printable
 
@@ -38,7 +39,7 @@ def map_source(
     from mindferry.sources import open_source
     from mindferry.sources.mapping import draw
 
-    picture = draw(open_source(source, assume=_assumed(assume), check_tensors=False))
+    picture = draw(open_source(source, assume=assumed(assume), check_tensors=False))
     findings = [Finding("map.attention", "warning", text) for text in picture.attention]
     if picture.problem is not None:
         err = picture.problem
@@ -49,24 +50,6 @@ def map_source(
         extra=_json(picture),
         text=_text(picture),
     )
-
-
-def _assumed(items: list[str]) -> dict[str, Any]:
-    """`["a=1", "b=x"]` as a table; numbers and true/false as JSON has them, anything else as text."""
-    import json
-
-    from mindferry.errors import UsageError
-
-    result: dict[str, Any] = {}
-    for item in items:
-        name, sign, value = item.partition("=")
-        if not sign:
-            raise UsageError(f"--assume {item!r}: expected FIELD=VALUE", id="option.value")
-        try:
-            result[name] = json.loads(value)
-        except ValueError:
-            result[name] = value
-    return result
 
 
 def _json(picture: Mapping) -> dict[str, Any]:

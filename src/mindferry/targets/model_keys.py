@@ -41,6 +41,7 @@ KEYS: tuple[Key, ...] = (
     Key("rope_scaling", None, (), None),
     Key("normalization", "LayerNorm", (), "normalization"),
     Key("layernorm_epsilon", 1e-5, ("layer_norm_epsilon", "rms_norm_eps"), "layernorm_epsilon"),
+    Key("trainable_norm_bias", True, (), None),
     Key("qk_layernorm", False, ("use_qk_norm",), "qk_layernorm"),
     Key("parallel_residual", False, (), None),
     Key("activation", "gelu_tanh", (), None),

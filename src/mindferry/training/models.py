@@ -144,6 +144,11 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
             rotary_base=settings.rotary_base,
             share_embeddings_and_output_weights=settings.tie_word_embeddings,
         )
+        if not settings.trainable_norm_bias:
+            # mindformers' LayerNorm always has a bias; a source without one must not learn one.
+            for parameter in self.model.get_parameters():
+                if parameter.name.endswith(".beta"):
+                    parameter.requires_grad = False
         if fused:
             make_fused(self.model, transformer_config, settings.embedding_dropout)
         elif portable:
