@@ -349,6 +349,31 @@ def test_known_keys_are_mindformers():
         assert set(template.CONFIG_NAME_TO_CLASS[name].keys()) == known
 
 
+def test_a_measured_machine_is_a_device(tmp_path):
+    from mindferry.planning import calibration, measure
+    from mindferry.planning.estimate import Estimator
+    from mindferry.planning.settings import Device
+    from mindferry.planning.strategy import strategy_for
+
+    machine = Device(
+        name="this-machine", flops={"float32": 1.8e11}, memory_bytes=24 << 30, memory_bandwidth=1.4e10,
+        devices_per_host=2,
+        gemm_efficiency_forward=1.0, gemm_efficiency_backward=1.0, layer_overhead=0.0, gemm_passes=1.3,
+        attention_passes=20.0, step_overhead=0.7, static_factor=3.0, activation_factor=10.0, resident_bytes=1.3e9,
+        fused_attention=False, confidence="measured", source="a test",
+    )  # fmt: skip
+    keep = tmp_path / "cal.json"
+    calibration.save(keep, calibration.CalibrationFile(device=machine))
+    sizes = ["--devices", 1, "--global-batch", 2, "--batch-size", 2, "--seq-length", 256]
+    out, code = answer("--model", "gpt2", *sizes, "--device", "this-machine", "--calibration-file", keep)
+    assert code == 0, out["findings"]
+    best = out["strategies"][0]
+    expected = Estimator(measure.job_for(machine, 12, 2, 256)).estimate(strategy_for(12, batch_size=2))
+    assert best["step_seconds"] == pytest.approx(expected.step_seconds, rel=0.02)
+    assert out["memory_convention"] == "mindspore-fp32"
+    assert best["memory_per_stage_bytes"][0] > 1.3e9
+
+
 def test_dryrun_logs_and_step_times_calibrate(tmp_path):
     path = write(tmp_path / "a.yaml")
     before, _ = answer("--check", path, "--devices", 8)

@@ -53,8 +53,9 @@ def _worker(kind: str, args: dict[str, Any], folder: Path, launcher: tuple[str, 
                              id="plan.measure") from None  # fmt: skip
     if not out.is_file():
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        why = "killed, most likely for want of memory" if done.returncode == -9 else last[0][:300]
         raise MindferryError(
-            f"measuring {kind} failed: {last[0][:300]}", remedy="see whether MindSpore works: mindferry doctor env",
+            f"measuring {kind} failed: {why}", remedy="see whether MindSpore works: mindferry doctor env",
             evidence=(done.stdout + done.stderr)[-4000:], id="plan.measure",
         )  # fmt: skip
     values: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -122,7 +123,7 @@ def this_machine(
             name=THIS_MACHINE, flops={"float32": rate}, memory_bytes=psutil.virtual_memory().total,
             memory_bandwidth=memory_rate, devices_per_host=os.cpu_count() or 1, intra_host_bandwidth=links,
             intra_host_latency=latency, gemm_efficiency_forward=1.0, gemm_efficiency_backward=1.0,
-            usable_memory=0.9, layer_overhead=0.0, confidence="measured",
+            usable_memory=0.9, layer_overhead=0.0, confidence="measured", fused_attention=False,
             source=f"mindferry plan --calibrate with layer_spec {layer_spec}{trouble}",
         )  # fmt: skip
         rows: list[dict[str, Any]] = []

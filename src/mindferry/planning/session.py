@@ -152,6 +152,7 @@ def resolve(request: Request, check_file: Path | None = None) -> Resolved:
     flash = request.flash_attention
     if flash is None:
         flash = run.layout.use_flash_attention if run and convention.accumulates else convention.accumulates
+        flash = flash and device.fused_attention
     batch = _global_batch(request, run, check_file, model, seq, devices, notes)
     job = Job(
         model=model,

@@ -33,6 +33,7 @@ class Device(Spec):
             activations, scores and logits are to be multiplied by.
         resident_bytes: memory of the process beside all that.
         usable_memory: share of memory_bytes a run may plan with.
+        fused_attention: whether attention runs without keeping the s x s scores, unless a YAML says otherwise.
         overlap: share of tensor-parallel communication hidden behind computation.
         confidence: of the data sheet numbers; `measured` after a calibration.
     """
@@ -62,6 +63,7 @@ class Device(Spec):
     resident_bytes: NonNegativeFloat = 0.0
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     overlap: float = Field(default=0.0, ge=0, lt=1)
+    fused_attention: bool = True
     confidence: Literal["high", "medium", "low", "measured"] = "low"
     source: str
 
