@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mindferry.diagnosis.loss import Band, examine, metrics
 from mindferry.diagnosis.loss.data_step import Rows, judge_rows
@@ -16,7 +18,7 @@ from mindferry.diagnosis.loss.metrics import Metrics, from_records
 from mindferry.diagnosis.loss.precision_step import worse
 from mindferry.diagnosis.loss.schedule_step import Source, examine_schedule, rates, source_of
 from mindferry.diagnosis.loss.step import Step
-from mindferry.diagnosis.tiny import Tiny, make_run, rows, tokens
+from mindferry.diagnosis.tiny import Tiny, make_run, rows, tokens, weights
 from mindferry.errors import UsageError
 
 from .faults import FAULTS, make
@@ -82,6 +84,17 @@ def test_the_run_is_only_read(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run\.yaml"):
         examine(tmp_path)
+
+
+def test_a_run_that_does_not_train_is_a_problem_and_no_step_is_blamed(tmp_path: Path) -> None:
+    params = weights(Tiny())
+    del params["decoder.layers.1.mlp.linear_fc1.weight"]
+    exam = examine(make_run(tmp_path / "run", params=params))
+    assert exam.culprit is None
+    assert [step.verdict for step in exam.steps] == ["good", "good", "unknown", "unknown"]
+    (problem,) = [item for item in exam.findings if item.severity == "problem"]
+    assert problem.id == "loss.does-not-train"
+    assert "linear_fc1" in problem.message
 
 
 # -- step 1, without MindSpore --------------------------------------------------------------------------------
@@ -190,6 +203,39 @@ def test_metrics_are_read_with_patience(tmp_path: Path) -> None:
     assert len(metrics.read(tmp_path / "none")) == 0
 
 
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=2),
+)
+KEYS = st.sampled_from(["step", "loss", "lr", "grad_norm", "loss_scale", "overflow", "other"])
+
+
+@settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(KEYS, VALUES), max_size=30))
+def test_any_record_is_survived(tmp_path: Path, lines: list[dict]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    found = metrics.read(path)
+    assert len(found) + found.bad_lines <= len(lines)
+    assert (np.diff(found.steps) > 0).all()
+    examine_gradients({}, found)
+    band = Band()
+    for line in lines:
+        band.feed(line)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1, "loss": 1' + "0" * 400 + "}", "[" * 90_000, '{"step": ' + "9" * 5000 + "}"]
+)
+def test_hostile_records(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n" + json.dumps(record(2)))
+    assert 2 in metrics.read(tmp_path / "metrics.jsonl").steps
+
+
 def test_case_27_first_nan_lies_between_two_records() -> None:
     found = from_records([record(2990, loss=3.8853), record(3000, loss=4.2490), record(3010, loss="nan")])
     broken = metrics.first_break(found)
@@ -269,10 +315,10 @@ def schedule_findings(block: dict, recipe: dict, lrs=None) -> set[str]:
     values = lrs if lrs is not None else rates(full, 40)
     found = from_records([record(n, lr=v) for n, v in enumerate(values, start=1)])
     report = {"recipe": [{"key": key, "value": value} for key, value in recipe.items()]}
-    settings = {"lr_schedule": full, "runner_config": {"batch_size": 16}}
+    run = {"lr_schedule": full, "runner_config": {"batch_size": 16}}
     return {
         item.id.removeprefix("loss.learning-rate.")
-        for item in examine_schedule(settings, report, found, None).findings
+        for item in examine_schedule(run, report, found, None).findings
     }
 
 
@@ -301,10 +347,10 @@ def test_overflow_steps_make_the_schedule_wait() -> None:
     wanted = rates(full, 20)
     assert wanted is not None
     lines = [record(n, lr=wanted[max(0, n - 4)], overflow=n <= 3) for n in range(1, 21)]
-    settings = {"lr_schedule": full, "runner_config": {"batch_size": 16}}
-    assert examine_schedule(settings, {}, from_records(lines), None).verdict == "good"
+    run = {"lr_schedule": full, "runner_config": {"batch_size": 16}}
+    assert examine_schedule(run, {}, from_records(lines), None).verdict == "good"
     stuck = from_records([record(n, lr=0.0, overflow=True) for n in range(1, 21)])
-    assert examine_schedule(settings, {}, stuck, None).verdict == "good"
+    assert examine_schedule(run, {}, stuck, None).verdict == "good"
 
 
 def test_rate_scaled_with_the_batch_is_no_fault() -> None:

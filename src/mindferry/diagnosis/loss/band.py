@@ -33,7 +33,8 @@ class Band:
     def feed(self, record: Mapping[str, Any]) -> list[Finding]:
         """Take one step's record; returns what to warn about, mostly nothing."""
         self._steps += 1
-        step = int(record.get("step") or self._steps)
+        given = record.get("step")
+        step = given if isinstance(given, int) else self._steps
         found = [item for name in ("loss", "grad_norm") for item in self._value(name, record.get(name), step)]
         self._overflows = self._overflows + 1 if record.get("overflow") is True else 0
         if self._overflows >= 5 and self._may_say("overflow", step):
@@ -56,7 +57,7 @@ class Band:
     def _value(self, name: str, raw: Any, step: int) -> list[Finding]:
         try:
             value = float(raw)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return []
         if not math.isfinite(value):
             if not self._may_say("nan", step):

@@ -48,7 +48,7 @@ def _report(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_JSON:
             return {}
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -44,7 +44,7 @@ def _number(value: Any) -> float:
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
@@ -74,7 +74,7 @@ def read(path: Path) -> Metrics:
                 break
             try:
                 record = json.loads(line[:100_000])
-            except ValueError:
+            except (ValueError, RecursionError):
                 bad += bool(line.strip())
                 continue
             if isinstance(record, dict):

@@ -108,6 +108,7 @@ def examine_schedule(
         step.verdict = "unknown"
     if not step.summary:
         known = "as the source's" if source != Source() else "the source states none"
+        known = "not as it should be" if step.verdict == "culprit" else known
         step.summary = f"{block['type']}, peak {float(block['learning_rate']):g}, {known}"
         step.summary += "" if len(metrics) else "; no record of a training to compare with"
     return step

@@ -221,7 +221,7 @@ class Reader:
     def feed(self, number: int, raw: bytes) -> None:
         """Take one line."""
         self.stream.lines += 1
-        if raw.strip():
+        if raw:
             self._raw_last = raw
         if self.stream.lines <= _INTRODUCTION:
             for name, version in _VERSION.findall(raw):
@@ -233,7 +233,9 @@ class Reader:
             return
         if raw[:1] == b"[" or raw[:2] == b"20":
             self._stamped = raw
-        if _interesting(raw):
+        if b"per_step_time" in raw:  # most lines of a long training
+            self._alive()
+        elif _interesting(raw):
             self._outside(number, text_of(raw))
 
     def _recognise(self, raw: bytes) -> None:
