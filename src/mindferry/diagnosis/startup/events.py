@@ -36,6 +36,7 @@ _PLAIN = re.compile(
     re.DOTALL,
 )
 _RANK_PREFIX = re.compile(r"^\[(?:rank|worker)[_ ]?(\d{1,6})\]:? ?", re.IGNORECASE)
+_RANK_STARTS = (b"[rank", b"[work")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = (
     "During handling of the above exception, another exception occurred:",
@@ -413,8 +414,8 @@ def read_stream(lines: Iterable[bytes], rank: int | None = None) -> dict[int | N
     """Events of a log; a joined log whose lines carry `[rankN]:` is taken apart by rank."""
     readers: dict[int | None, Reader] = {rank: Reader(rank)}
     for number, raw in enumerate(lines, start=1):
-        match = _RANK_PREFIX.match(text_of(raw[:24])) if raw[:2] in (b"[r", b"[R", b"[w", b"[W") else None
-        if match and not raw.startswith(b"[WARNING]"):
+        match = _RANK_PREFIX.match(text_of(raw[:24])) if raw[:5].lower() in _RANK_STARTS else None
+        if match:
             key: int | None = int(match.group(1))
             raw = raw[match.end() :]
             if key not in readers and len(readers) < 4096:
