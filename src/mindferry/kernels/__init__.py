@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mindferry.kernels.build import KernelsUnavailable, built_library, has_bf16, toolchain
+from mindferry.kernels.build import KernelsUnavailable, built_library, flags, has_bf16, toolchain
 from mindferry.kernels.library import Library
 
 __all__ = ["KernelState", "KernelsUnavailable", "Library", "has_bf16", "load", "state"]
@@ -38,7 +38,7 @@ def _attempt() -> Library | str:
     from mindferry.kernels.selftest import failures
 
     try:
-        library = Library(built_library(toolchain()))
+        library = Library(built_library(toolchain(), flags()))
     except KernelsUnavailable as err:
         return str(err)
     except OSError as err:

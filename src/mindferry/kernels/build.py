@@ -30,6 +30,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
+# Added to FLAGS when MINDFERRY_SANITIZE=1; docs/performance.md has the whole command.
 SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=vptr")
 
 
@@ -107,6 +108,11 @@ def cache_root() -> Path:
     if asked:
         return Path(asked)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindferry"
+
+
+def flags() -> tuple[str, ...]:
+    """Compiler flags of this process's kernels."""
+    return (*FLAGS, *SANITIZE) if os.environ.get("MINDFERRY_SANITIZE") == "1" else FLAGS
 
 
 def key(tools: Toolchain, flags: tuple[str, ...] = FLAGS) -> str:

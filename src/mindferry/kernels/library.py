@@ -34,6 +34,8 @@ class Library:
         self._lib.mf_problem.restype = ctypes.c_char_p
         self._lib.mf_last_error.restype = ctypes.c_char_p
         self._lib.mf_layer_kept_bytes.restype = ctypes.c_int64
+        self._lib.mf_product_seconds.restype = ctypes.c_double
+        self._lib.mf_product_seconds.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
         self._lib.mf_set_seed.argtypes = [ctypes.c_uint64]
 
     def problem(self) -> str:
@@ -80,3 +82,7 @@ class Library:
     def release(self) -> None:
         """Give scratch memory back to the system."""
         self._lib.mf_release()
+
+    def product_seconds(self, m: int, n: int, k: int, bf16: bool, transposed: int) -> float:
+        """Time of one [m, k] x [k, n] product; bit 0 of `transposed`: A is stored [k, m], bit 1: B is [n, k]."""
+        return self._lib.mf_product_seconds(m, n, k, bf16, transposed)

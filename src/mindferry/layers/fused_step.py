@@ -49,7 +49,7 @@ class FusedAdamW(AdamW):
         """One number or one a parameter -> float32 [k]."""
         if not is_tuple:
             return self.ones * ops.cast(value, ms.float32)
-        return ops.concat(tuple([ops.reshape(ops.cast(item, ms.float32), (1,)) for item in value]), 0)  # noqa: C409
+        return ops.concat(tuple([ops.reshape(ops.cast(item, ms.float32), (1,)) for item in value]), 0)
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)

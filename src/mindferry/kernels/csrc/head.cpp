@@ -47,14 +47,20 @@ float loss_row(float* logits, int64_t vocab, int32_t label, float weight, bool g
     for (int64_t j = 0; j < vocab; ++j) top = logits[j] > top ? logits[j] : top;
     const float peak = top;
     const float picked = logits[label];
-    float sum = 0.0f;
-    MF_SIMD_SUM(sum)
-    for (int64_t j = 0; j < vocab; ++j) {
-        logits[j] = exp_fast(logits[j] - peak);
-        sum += logits[j];
+    // Short runs in float, their sums in double: 50 thousand terms would lose digits otherwise.
+    double sum = 0.0;
+    for (int64_t j0 = 0; j0 < vocab; j0 += 1024) {
+        const int64_t stop = std::min<int64_t>(j0 + 1024, vocab);
+        float part = 0.0f;
+        MF_SIMD_SUM(part)
+        for (int64_t j = j0; j < stop; ++j) {
+            logits[j] = exp_fast(logits[j] - peak);
+            part += logits[j];
+        }
+        sum += part;
     }
     if (gradients) {
-        const float scale = weight / sum;
+        const float scale = static_cast<float>(weight / sum);
         T* out = reinterpret_cast<T*>(logits);
         const int64_t block = 256;
         float part[block];
@@ -70,7 +76,7 @@ float loss_row(float* logits, int64_t vocab, int32_t label, float weight, bool g
             std::memcpy(out + j0, rounded, sizeof(T) * m);
         }
     }
-    return peak + std::log(sum) - picked;
+    return static_cast<float>(peak + std::log(sum) - picked);
 }
 
 template <class T>

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints lines `NAME ratio X.XX` (above 1: mindferry better) and writes JSON beside them."""
