@@ -261,13 +261,18 @@ def _batch_first(tensor: Any) -> np.ndarray:
 
 
 def _hook_mindspore(model: Any, trace: Trace) -> list[Any]:
-    points = {"embedding": model.embedding, "decoder.final_layernorm": model.decoder.final_layernorm}
-    points.update({f"decoder.layers.{i}": layer for i, layer in enumerate(model.decoder.layers)})
-    hooks = []
+    """The same points as on the source's side: what enters the first layer, what leaves each, the final norm."""
+    points = {f"decoder.layers.{i}": layer for i, layer in enumerate(model.decoder.layers)}
+    points["decoder.final_layernorm"] = model.decoder.final_layernorm
+
+    def keep_input(_cell: Any, inputs: Any) -> None:
+        trace.activations["embedding"] = _batch_first(_first(inputs))
+
+    hooks = [points["decoder.layers.0"].register_forward_pre_hook(keep_input)]
     for name, cell in points.items():
 
         def keep(_cell: Any, _inputs: Any, output: Any, name: str = name) -> None:
-            trace.activations[name] = _batch_first(output[0] if isinstance(output, tuple) else output)
+            trace.activations[name] = _batch_first(_first(output))
 
         hooks.append(cell.register_forward_hook(keep))
     return hooks
