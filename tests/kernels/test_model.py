@@ -33,6 +33,23 @@ def test_fused_is_portable_in_float32(lib, mode):
     assert "token id 106 at [1, 2] is outside [0, 101)" in found["error"]
 
 
+def test_fused_is_portable_for_a_llama(lib):
+    found, _ = compare(
+        1,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="silu",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        num_heads=4,
+        num_query_groups=2,
+        tie_word_embeddings=False,
+    )
+    assert found["classes"] == ["GPTModel", "FusedGPTModel"]
+    assert found["same_tree"]
+    assert max(found["loss"], found["logits"], found["grads"]) < 1e-5
+
+
 @pytest.mark.skipif(not has_bf16(), reason="this CPU has no bfloat16 products")
 def test_fused_in_bfloat16_is_near_float32(lib):
     found, _ = compare(1, compute_dtype="bfloat16")

@@ -12,7 +12,7 @@ from pathlib import Path
 from mindferry.kernels.build import KernelsUnavailable, built_library, flags, has_bf16, toolchain
 from mindferry.kernels.library import Library
 
-__all__ = ["KernelState", "KernelsUnavailable", "Library", "has_bf16", "load", "state"]
+__all__ = ["KernelState", "KernelsUnavailable", "Library", "has_bf16", "load", "seed_step", "state"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,13 @@ def state() -> KernelState:
     except KernelsUnavailable as err:
         return KernelState(False, str(err), None, compiler, has_bf16(), 0)
     return KernelState(True, "", library.path, compiler, has_bf16(), library.threads())
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Have the dropout masks of what follows depend on these numbers alone; nothing without kernels.
+
+    Called before every step, a resumed run draws the masks of an unbroken one.
+    """
+    found = _attempt()
+    if not isinstance(found, str):
+        found.set_seed(((seed * 65537 + rank) * 1_000_003 + step) % 2**64)

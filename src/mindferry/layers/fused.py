@@ -7,6 +7,7 @@ between layers are float32; inside a layer they have the compute dtype.
 from __future__ import annotations
 
 import mindspore as ms
+import numpy as np
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.norm import LayerNorm, RMSNorm
 from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,13 +25,16 @@ def computes_in_bf16(config) -> bool:
     return config.compute_dtype == ms.bfloat16 and kernels.has_bf16()
 
 
-def why_not(config, activation) -> str:
+def why_not(config, activation, parallel_residual=False) -> str:
     """'' when the fused layer can stand for this configuration here, else the reason.
 
     Args:
         config: mindformers TransformerConfig.
         activation: the exact function, a mindferry.spec.Activation.
+        parallel_residual: attention and MLP side by side (GPT-NeoX).
     """
+    if parallel_residual:
+        return "no kernel for attention and MLP side by side (parallel_residual)"
     if activation not in ACTIVATIONS:
         return f"no kernel for activation {activation}"
     for name, reason in (
@@ -53,8 +57,7 @@ def why_not(config, activation) -> str:
 
 
 def layer_settings(config, activation, **changes) -> LayerSettings:
-    """The kernels' settings for a mindformers TransformerConfig."""
-    rotary = config.position_embedding_type == "rope"
+    """The kernels' settings for a mindformers TransformerConfig, `changes` applied."""
     values = {
         "hidden_size": config.hidden_size,
         "num_heads": config.num_attention_heads,
@@ -65,7 +68,6 @@ def layer_settings(config, activation, **changes) -> LayerSettings:
         "gated": bool(config.gated_linear_unit),
         "interleaved": bool(config.use_interleaved_weight_layout_mlp),
         "contiguous_qkv": bool(config.use_contiguous_weight_layout_attention),
-        "rotary_half": int(config.kv_channels * (config.rotary_percent or 1.0)) // 2 if rotary else 0,
         "bf16": computes_in_bf16(config),
         "rms": config.normalization == "RMSNorm",
         "qkv_bias": bool(config.add_bias_linear or config.add_qkv_bias),
@@ -85,9 +87,11 @@ class FusedTransformerLayer(TransformerLayer):
     operator: QKV projection and fc1's output are made again instead of being kept.
     """
 
-    def __init__(self, config, submodules, layer_number=1, hidden_dropout=None, activation="gelu_tanh"):
+    def __init__(
+        self, config, submodules, layer_number=1, hidden_dropout=None, activation="gelu_tanh", rotary_dim=0
+    ):
         super().__init__(config, submodules, layer_number, hidden_dropout)
-        self.activation = activation
+        self.activation, self.rotary_dim = activation, rotary_dim
         self.rms = config.normalization == "RMSNorm"
         self.has_bias = bool(config.add_bias_linear)
         self.has_qkv_bias = bool(config.add_bias_linear or config.add_qkv_bias)
@@ -107,6 +111,7 @@ class FusedTransformerLayer(TransformerLayer):
         settings = layer_settings(
             self.config,
             self.activation,
+            rotary_half=self.rotary_dim // 2,
             recompute_attention="attention" in self.recompute_parts,
             recompute_mlp="mlp" in self.recompute_parts,
             hidden_dropout=float(self.hidden_dropout or 0.0),
@@ -226,10 +231,11 @@ class FusedGPTModel(GPTModel):
             ops.cast(input_ids, ms.int32), ops.cast(position_ids, ms.int32), words, places
         )
         rotary = None
-        if self.use_rotary_position_embeddings:
-            freqs, scale = self.rotary_pos_emb(input_ids.shape[1], position_ids=None)
-            half = freqs[:, 0, 0, : freqs.shape[-1] // 2] * scale
-            rotary = ops.stack((ops.cos(half), ops.sin(half)))
+        if self.rotary_length > 0:
+            # The product makes a tensor of its own; a slice would be a view in PyNative.
+            seq_length = input_ids.shape[1]
+            whole = seq_length == self.rotary_length
+            rotary = self.rotary_table if whole else self.rotary_table[:, :seq_length] * 1.0
         hidden_states, extra_loss, attention_loss = self.decoder(hidden_states, None, rotary)
         weight = words if self.share_embeddings_and_output_weights else self.output_layer.weight
         if not self.training:
@@ -255,29 +261,37 @@ class FusedGPTModel(GPTModel):
         return loss, self.init_mtp_loss, extra_loss, attention_loss
 
 
-def fused_layer_spec(config, activation):
+def fused_layer_spec(config, activation, rotary_dim=0):
     """TransformerBlockSubmodules of `config.num_layers` fused layers; same parameters as the portable ones.
 
     Args:
         config: mindformers TransformerConfig.
         activation: the exact function, a mindferry.spec.Activation.
+        rotary_dim: rotated columns of a head; 0: no rotary positions.
     """
     layer = portable_layer_spec(config, activation).layer_specs[0]
     layer.module = FusedTransformerLayer
-    layer.params = {"activation": activation}
+    layer.params = {"activation": activation, "rotary_dim": rotary_dim}
     norm = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
 
 
-def make_fused(model, config, embedding_dropout=0.0) -> None:
+def make_fused(model, config, embedding_dropout=0.0, rotary=None) -> None:
     """Give a FusedGPTModel its operators, and make portable what the kernels leave alone.
 
     Args:
         model: a FusedGPTModel built with fused_layer_spec.
         config: its TransformerConfig.
         embedding_dropout: probability of dropping an element of the embedding's output.
+        rotary: (cosines, sines) of mindferry.layers.rotary.rotary_tables, for models with rotary positions.
     """
-    make_portable(model)
+    make_portable(model, rotary)
+    model.rotary_length = 0
+    if rotary is not None:
+        cosines, sines = rotary
+        half = cosines.shape[1] // 2
+        model.rotary_length = cosines.shape[0]
+        model.rotary_table = ms.Tensor(np.stack((cosines[:, :half], sines[:, :half])))
     bf16 = computes_in_bf16(config)
     model.learned_positions = config.position_embedding_type == "learned_absolute"
     positions = model.max_sequence_length if model.learned_positions else 0
@@ -286,4 +300,4 @@ def make_fused(model, config, embedding_dropout=0.0) -> None:
     model.eval_embedding = EmbeddingOp(model.vocab_size, positions, model.hidden_size, 0.0)
     model.head = HeadLossOp(bf16, mean=not model.calculate_per_token_loss)
     model.logits = LinearOp(bf16, has_bias=False)
-    kernels.load().set_seed(ms.get_seed() or 0)
+    kernels.seed_step(ms.get_seed() or 0, 0)

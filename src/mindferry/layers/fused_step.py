@@ -81,7 +81,8 @@ class FusedTrainOneStepCell(MFTrainOneStepCell):
         scale = unscale
         if self.max_norm is not None:
             global_norm = ops.reshape(norm, ())
-            scale = unscale * ops.minimum(self.max_norm / ops.maximum(norm, 1e-12), 1.0)
+            # torch.nn.utils.clip_grad_norm_'s factor.
+            scale = unscale * ops.minimum(self.max_norm / (norm + 1e-6), 1.0)
         learning_rate = self.learning_rate
         if self.optimizer.dynamic_lr:
             if self.optimizer.is_group_lr:

@@ -88,11 +88,11 @@ def check_reference(settings) -> None:
         )
 
 
-def _fused_works(config, activation) -> bool:
+def _fused_works(config, settings) -> bool:
     """Whether the fused layers can be used; a warning says why when not."""
     from mindferry.layers.fused import why_not
 
-    reason = why_not(config, activation)
+    reason = why_not(config, settings.activation, settings.parallel_residual)
     if reason:
         logger.warning(f"layer_spec fused is not available, using portable: {reason}")
     return not reason
@@ -117,12 +117,15 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
         transformer_config = self.convert_to_transformer_config(settings)
         portable = settings.layer_spec != "reference"
         check_reference(settings)
-        fused = settings.layer_spec == "fused" and _fused_works(transformer_config, settings.activation)
+        fused = settings.layer_spec == "fused" and _fused_works(transformer_config, settings)
         if fused:
             from mindferry.layers.fused import FusedGPTModel, fused_layer_spec, make_fused
 
             model_class = FusedGPTModel
-            spec = fused_layer_spec(transformer_config, settings.activation)
+            rotary = _rotary(settings, transformer_config)
+            spec = fused_layer_spec(
+                transformer_config, settings.activation, rotary[0].shape[1] if rotary else 0
+            )
         elif portable:
             model_class = GPTModel
             spec = portable_layer_spec(transformer_config, settings.activation, settings.parallel_residual)
@@ -150,7 +153,7 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
                 if parameter.name.endswith(".beta"):
                     parameter.requires_grad = False
         if fused:
-            make_fused(self.model, transformer_config, settings.embedding_dropout)
+            make_fused(self.model, transformer_config, settings.embedding_dropout, rotary)
         elif portable:
             make_portable(self.model, _rotary(settings, transformer_config))
             embedding = self.model.embedding
