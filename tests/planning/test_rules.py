@@ -411,6 +411,11 @@ def test_settings_that_mindformers_resets_are_warned_of():
     assert "parallel.mode" in messages(layout(devices=4, model_parallel=4, vocab_size=50304, parallel_mode=0))
 
 
+def test_several_processes_without_use_parallel_train_alone():
+    assert "parallel.off" in messages(layout(devices=8, use_parallel=False))
+    assert messages(layout(devices=1, use_parallel=False)) == {}
+
+
 def test_power_of_two_devices_are_a_warning_not_an_error():
     # mindspore#75: the automatic search wants a power of two
     for n in (6, 12, 40):

@@ -307,6 +307,15 @@ def _mode(x: Layout) -> Iterator[tuple[str, str]]:
         )
 
 
+@_rule("parallel.off", SILENT, "mindformers core/context/build_context.py")
+def _parallel_off(x: Layout) -> Iterator[tuple[str, str]]:
+    if not x.use_parallel and x.devices > 1:
+        yield (
+            f"use_parallel is not True: each of the {x.devices} processes would train alone, on the same data",
+            "use_parallel: True",
+        )
+
+
 @_rule("data.strategy", BEFORE, "mindformers trainer/base_trainer.py")
 def _dataset(x: Layout) -> Iterator[tuple[str, str]]:
     if not x.semi_auto or x.full_batch:
