@@ -47,6 +47,7 @@ class Choices:
     recipe: Path | None = None
     lr_scaling: str | None = None
     warmup_rule: str | None = None
+    optimizer_state: Path | None = None
     tokenizer: Path | None = None
     assume: dict[str, Any] | None = None
 
@@ -194,6 +195,51 @@ def _default_recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict
     return recipe, decisions, warnings
 
 
+def _continue(
+    choices: Choices, source: Any, recipe: Recipe, staging: Path, steps_per_epoch: int
+) -> list[str]:
+    """Write a checkpoint from which `train --resume` goes on with the source's optimizer state; warnings."""
+    import numpy as np
+
+    from mindferry.recipes.optimizer_state import read_state
+    from mindferry.training import checkpoints
+    from mindferry.training.weights_check import open_model
+
+    if choices.optimizer_state is None:
+        return []
+    state = read_state(choices.optimizer_state, source, recipe.optimizer)
+    if state.step >= recipe.schedule.total_steps:
+        raise UsageError(
+            f"{choices.optimizer_state}: {state.step} updates made, the schedule has {recipe.schedule.total_steps}",
+            remedy="give the whole length of the training as --steps, or a --recipe that states it",
+            id="optimizer.steps",
+        )
+    store = open_model(staging / "model")
+    model = {name: np.array(store.read(name)) for name in store.names()}
+    zeros = {name: np.zeros_like(model[name]) for name in model if name not in state.exp_avg}
+    state.exp_avg.update(zeros)
+    state.exp_avg_sq.update(zeros)
+    checkpoints.save(
+        staging / "checkpoints",
+        state.step,
+        model,
+        state.parameters(recipe.loss_scale),
+        {
+            "seed": recipe.seed,
+            "global_batch_size": recipe.sequences_per_step,
+            "steps_per_epoch": steps_per_epoch,
+            "step": state.step,
+            "samples": state.step * recipe.sequences_per_step,
+            "skipped_steps": 0,
+        },
+        keep=1,
+    )
+    return [
+        *state.warnings,
+        f"a checkpoint at step {state.step} holds the source's optimizer state: go on with train --resume",
+    ]
+
+
 def migrate(
     source_path: Path,
     data: list[Path],
@@ -232,10 +278,12 @@ def migrate(
         )
         weights = convert(source, staging / "model", dtype="float32", progress=ticks.weights)
         recipe, recipe_decisions, recipe_warnings = _recipe(choices, stated, data_report.sequences)
+        steps_per_epoch = data_report.sequences // recipe.sequences_per_step
+        recipe_warnings += _continue(choices, source, recipe, staging, steps_per_epoch)
         content = run_yaml.build(
             source.spec,
             recipe,
-            steps_per_epoch=data_report.sequences // recipe.sequences_per_step,
+            steps_per_epoch=steps_per_epoch,
             layer_spec=choices.layer_spec,
             device=choices.device,
         )

@@ -95,6 +95,7 @@ def migrate(
         amp_level=maybe("--amp-level", amp_level, LEVELS),
         accumulation=accumulation,
         recipe=recipe,
+        optimizer_state=optimizer_state,
         lr_scaling=maybe("--lr-scaling", lr_scaling, tuple(SCALINGS)),
         warmup_rule=maybe("--warmup-rule", warmup_rule, ("t/w", "(t+1)/(w+1)", "max(1,t)/w")),
         device={"cpu": "CPU", "ascend": "Ascend"}[one_of("--device", device, ("cpu", "ascend"))],
