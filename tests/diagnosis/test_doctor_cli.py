@@ -11,22 +11,16 @@ from pathlib import Path
 import pytest
 
 LOGS = Path(__file__).parent / "logs"
-# The command group by itself, as `mindferry` registers it.
-APP = """\
-import typer
-from mindferry.cli import doctor
-app = typer.Typer(pretty_exceptions_enable=False)
-@app.callback()
-def main(): pass
-doctor.register(app)
-app()
-"""
 
 
 def doctor(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
     env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, "-c", APP, "doctor", *words], input=stdin, capture_output=True, timeout=300, env=env
+        [sys.executable, "-m", "mindferry", "doctor", *words],
+        input=stdin,
+        capture_output=True,
+        timeout=300,
+        env=env,
     )
 
 

@@ -259,7 +259,8 @@ def gather(run: Path | None = None, probe: bool = True) -> Facts:
     memory = psutil.virtual_memory()
     limit = _memory_limit()
     path_python = shutil.which("python") or ""
-    home, root = _cann()[1], Path(run) if run else Path.cwd()
+    cann, home = _cann()
+    root = Path(run) if run else Path.cwd()
     facts = Facts(
         python=sys.version.split()[0],
         executable=sys.executable,
@@ -281,7 +282,7 @@ def gather(run: Path | None = None, probe: bool = True) -> Facts:
         processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
         now=time.time(),
         installed_at=max(_installed_at(name) for name in ("mindspore", "mindformers", "numpy")),
-        cann=_cann()[0],
+        cann=cann,
         cann_home=home,
         cann_sourced=bool(os.environ.get("ASCEND_OPP_PATH") or os.environ.get("ASCEND_HOME_PATH")),
         driver=_read("/usr/local/Ascend/driver/version.info").partition("\n")[0].partition("=")[2],
