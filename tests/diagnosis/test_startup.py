@@ -193,6 +193,7 @@ def test_a_caught_exception_is_not_the_root() -> None:
     ]
     assert diagnose([*caught, going_on, *end])[0].id == "startup.env.disk-full"
     assert diagnose([*caught, going_on])[0].id == "startup.unknown"  # the last that is known of it
+    assert [item.id for item in diagnose([*caught, *[going_on] * 9])] == ["startup.trained"]
 
 
 # -- the knowledge base ---------------------------------------------------------------------------------------

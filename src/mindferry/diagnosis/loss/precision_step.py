@@ -88,7 +88,8 @@ def examine_precision(content: Mapping[str, Any], scratch: Scratch) -> Step:
     if not low:
         step.summary = "everything is float32 already"
         return step
-    steps = min(STEPS, max(1, content["lr_schedule"]["total_steps"]))
+    total = content["lr_schedule"]["total_steps"]
+    steps = min(STEPS, total) if total > 0 else STEPS
     reference = _try(scratch, steps, _float32(KEYS), "float32")
     if isinstance(reference, Exception):
         step.verdict = "unknown"

@@ -132,11 +132,13 @@ class Stream:
 
     Attributes:
         events: in order, since the last sign that the run went on; `earlier` the few before that.
+        signs: how many signs of life came after those of `earlier`.
         progressed: training steps were seen.
     """
 
     events: list[Event] = field(default_factory=list)
     earlier: list[Event] = field(default_factory=list)
+    signs: int = 0
     lines: int = 0
     last_line: str = ""
     progressed: bool = False
@@ -377,7 +379,9 @@ class Reader:
 
         A warning such as a taken port may still be the reason of an end that comes later.
         """
+        self.stream.signs += 1
         if self._first:
+            self.stream.signs = 1
             self.stream.earlier = [*self._first, *self._last][-4:]
             self._first = [event for event in self._first if keep and event.level == keep]
             self._last.clear()

@@ -18,6 +18,7 @@ from mindferry.errors import UsageError, printable
 
 _SHORT_STACK = 4
 _LONG = 300
+SIGNS_OF_LIFE = 4
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,9 @@ def _collect(logs: list[_Log], unread: list[str]) -> Picture:
             picture.progressed |= stream.progressed
             picture.last_line = stream.last_line or picture.last_line
             events = stream.events
-            if not any(e.kind == "traceback" for e in events):
-                events = [
-                    *[e for e in stream.earlier if e.kind == "traceback" and len(log.streams) == 1],
-                    *events,
-                ]
+            # In a joined log another rank may print a line or two after the failure; a run that lives prints more.
+            if not any(event.kind == "traceback" for event in events) and stream.signs < SIGNS_OF_LIFE:
+                events = [*(event for event in stream.earlier if event.kind == "traceback"), *events]
             candidates += [_candidate(e, log.shown, rank, log.launcher, scope) for e in events]
     candidates.sort(key=_weight)
     if candidates and (candidates[0].known or _failed(candidates[0])):
