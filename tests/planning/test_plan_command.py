@@ -106,6 +106,31 @@ def test_written_yaml_passes_check_and_mindformers_own_reading(tmp_path):
     assert config.recompute_config.recompute is False
 
 
+def test_mindformers_converts_a_written_model_config(tmp_path):
+    from mindformers.parallel_core.transformer_config_utils import convert_to_transformer_config
+
+    from mindferry.planning import estimate, search, write
+    from mindferry.planning import settings as data
+
+    # a family mindferry has no class for: mindformers' own names throughout
+    model = data.preset("llama2-13b").model_copy(update={"family": "other", "num_layers": 43})
+    job = estimate.Job(model, 4096, 512, data.device("ascend-910b-64g"), data.convention("mindspore"))
+    cut = search.Fixed(pipeline_stage=4, pp_interleave_num=2, model_parallel=2)
+    best = search.search(job, 32, fixed=cut).best[0]
+    write.write_yaml(tmp_path / "run.yaml", best.strategy, job, seconds=best.step_seconds)
+    content = load_yaml(tmp_path / "run.yaml")
+    config = {k: v for k, v in content["model"]["model_config"].items() if k != "model_type"}
+    config["parallel_config"] = {**content["parallel_config"], "recompute": content["recompute_config"]}
+    made = convert_to_transformer_config(config)
+    assert (made.num_layers, made.hidden_size, made.num_query_groups) == (43, 5120, 40)
+    assert made.virtual_pipeline_model_parallel_size == 2
+    assert made.pipeline_model_parallel_size == 4
+    assert made.offset == best.strategy.offset(43)
+    assert made.sequence_parallel
+    assert made.micro_batch_num == best.strategy.micro_batch_num
+    assert made.normalization == "RMSNorm"
+
+
 def test_a_yaml_of_ones_own_is_changed_in_place(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text(

@@ -141,7 +141,7 @@ def _fresh(job: Job, params_dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt2(job: Job, params_dtype: str) -> dict[str, Any] | None:
+def _own_run_yaml(job: Job, params_dtype: str) -> dict[str, Any] | None:
     """A complete run.yaml through mindferry's own writer, for families it knows."""
     from mindferry.spec import Precision, Recipe, Schedule
     from mindferry.targets import run_yaml
@@ -159,7 +159,7 @@ def _gpt2(job: Job, params_dtype: str) -> dict[str, Any] | None:
 
 def content_1x(st: Strategy, job: Job, params_dtype: str) -> dict[str, Any]:
     """A whole mindformers 1.x YAML for `st`; data paths and the schedule are placeholders to fill in."""
-    base = _gpt2(job, params_dtype) or _fresh(job, params_dtype)
+    base = _own_run_yaml(job, params_dtype) or _fresh(job, params_dtype)
     _merge(base, sections(st, job))
     base["context"]["max_device_memory"] = device_memory_text(job)
     return base
