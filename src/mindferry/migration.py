@@ -125,6 +125,9 @@ def _recipe(
 ) -> tuple[Recipe, list[dict[str, Any]], list[str]]:
     """The recipe, where each part of it comes from, and warnings."""
     if stated is None:
+        if choices.lr_scaling or choices.warmup_rule:
+            option = "--lr-scaling" if choices.lr_scaling else "--warmup-rule"
+            raise UsageError(f"{option} changes a recipe, and none is given", remedy="add --recipe FILE")
         return _default_recipe(choices, sequences)
     asked = Overrides(
         batch_size=choices.batch_size,

@@ -29,6 +29,12 @@ def migrate(
         metavar="FILE",
         help="The source's training settings: training_args.bin/.json/.yaml, nanoGPT .py, Megatron-LM .sh or .pt.",
     ),
+    optimizer_state: Path | None = typer.Option(
+        None,
+        "--optimizer-state",
+        metavar="FILE",
+        help="The source's optimizer.pt or ckpt.pt, to go on with it.",
+    ),
     batch_size: int | None = typer.Option(
         None, "--batch-size", min=1, help="Sequences in a micro-batch (8)."
     ),
