@@ -58,6 +58,13 @@ KEYS: tuple[Key, ...] = (
     Key("layernorm_compute_type", "float32", ("layernorm_compute_dtype",), "layernorm_compute_dtype"),
     Key("softmax_compute_type", "float32", ("softmax_compute_dtype",), None),
     Key("fp32_residual_connection", False, (), "fp32_residual_connection"),
+    Key("offset", 0, (), "offset"),
+    Key(
+        "pp_interleave_num",
+        1,
+        ("virtual_pipeline_model_parallel_size",),
+        "virtual_pipeline_model_parallel_size",
+    ),
     Key("use_contiguous_weight_layout_attention", False, (), "use_contiguous_weight_layout_attention"),
     Key("use_interleaved_weight_layout_mlp", True, (), "use_interleaved_weight_layout_mlp"),
     Key("layer_spec", "portable", (), None),
