@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,24 @@ def verify(
         if found.aligned and training_steps:
             training = parity.train_both(directory, against, training_steps, on_step=bar.advance)
     good = found.aligned and (training is None or training.good)
+    extra = _json(found, training)
+    _keep(directory, against, "good" if good else "problem", extra)
     return Result(
         verdict="good" if good else "problem",
         findings=_findings(found, training),
-        extra=_json(found, training),
+        extra=extra,
         text=_table(found, training),
     )
+
+
+def _keep(directory: Any, against: Path, verdict: str, extra: dict[str, Any]) -> None:
+    """Leave the result in RUN/verify.json for `report`; a run that cannot be written to is compared all the same."""
+    from mindferry.cli.console import _plain
+    from mindferry.targets.run_directory import write_json
+
+    content = {"against": str(against), "verdict": verdict, **extra}
+    with contextlib.suppress(OSError):
+        write_json(directory.root / "verify.json", _plain(content))
 
 
 def _findings(found: Alignment, training: Parity | None) -> list[Finding]:

@@ -1,0 +1,21 @@
+(function () {
+  "use strict";
+  var root = document.documentElement;
+  function press(group, chosen) {
+    document.querySelectorAll("[data-" + group + "]").forEach(function (button) {
+      button.setAttribute("aria-pressed", String(button.getAttribute("data-" + group) === chosen));
+    });
+  }
+  document.querySelectorAll("[data-language]").forEach(function (button) {
+    button.addEventListener("click", function () {
+      root.lang = button.getAttribute("data-language");
+      press("language", root.lang);
+    });
+  });
+  document.querySelectorAll("[data-theme]").forEach(function (button) {
+    button.addEventListener("click", function () {
+      root.setAttribute("class", button.getAttribute("data-theme"));
+      press("theme", button.getAttribute("data-theme"));
+    });
+  });
+})();

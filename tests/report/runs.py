@@ -1,0 +1,75 @@
+"""Run directories as migrate and train leave them, with curves of known shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+YAML = """\
+context: {mode: 0, device_target: CPU, enable_graph_kernel: false}
+runner_config: {batch_size: 4, gradient_accumulation_steps: 1}
+recompute_config: {recompute: false, select_recompute: false}
+model: {model_config: {layer_spec: portable, compute_dtype: float32, seq_length: 32}}
+"""
+
+
+def losses(steps: int, slope: float, seed: int, noise: float = 0.05) -> np.ndarray:
+    """[steps]: exponential fall from 6 to 2 with normal noise."""
+    wobble = np.random.default_rng(seed).normal(0, noise, steps)
+    return 2 + 4 * np.exp(-slope * np.arange(steps)) + wobble
+
+
+def write_run(
+    root: Path,
+    *,
+    slope: float = 0.002,
+    seconds: float = 0.1,
+    memory: int = 500 << 20,
+    seed: int = 0,
+    nasty: str = "",
+    verify: bool = False,
+    bench: bool = False,
+    steps: int = 300,
+) -> Path:
+    root.mkdir(parents=True)
+    (root / "run.yaml").write_text(YAML, encoding="utf-8")
+    times = seconds * np.random.default_rng(seed + 100).lognormal(0, 0.05, steps)
+    with open(root / "metrics.jsonl", "w", encoding="utf-8") as handle:
+        for i, loss in enumerate(losses(steps, slope, seed)):
+            record = {"step": i + 1, "loss": loss, "lr": 1e-3 * (1 - i / steps), "grad_norm": 1 + loss / 10,
+                      "data_time": 0.001, "compute_time": times[i], "step_time": times[i] + 0.001,
+                      "tokens_per_second": 128 / times[i], "peak_memory_bytes": memory}  # fmt: skip
+            handle.write(json.dumps(record) + "\n")
+    name = nasty or "transformer.wte.weight"
+    migration = {
+        "source": {"path": f"gpt2{nasty}", "format": "huggingface", "family": "gpt2"},
+        "model": {"family": "gpt2", "hidden_size": 48, "num_layers": 2},
+        "parameters": 123456,
+        "config": [{"source_key": "n_embd", "source_value": 48, "target_key": f"hidden_size{nasty}",
+                    "target_value": 48, "note": ""}],
+        "recipe": [{"key": "batch_size", "value": 4, "from": "command line"}],
+        "target_defaults_that_differ": [{"target_key": "position_embedding_type", "target_default": "rope",
+                                         "value": "learned_absolute", "note": nasty}],
+        "weights": {"used": [{"source": name}], "ignored": [], "created": []},
+        "data": {"tokens": 1000, "documents": 3, "sequences": 31, "seq_length": 32},
+        "warnings": [nasty] if nasty else [],
+    }  # fmt: skip
+    (root / "migration.json").write_text(json.dumps(migration), encoding="utf-8")
+    rows = [
+        {"name": f"decoder.layers.{i}{nasty}", "max_abs_diff": 1e-7 * (i + 1), "max_rel_diff": 1e-7}
+        for i in range(2)
+    ]
+    if verify:
+        content = {"verdict": "good", "aligned": True, "layers": rows, "gradients": rows, "first_divergence": None,
+                   "training": {"steps": 50, "max_loss_diff": 2e-6}}  # fmt: skip
+        (root / "verify.json").write_text(json.dumps(content), encoding="utf-8")
+    if bench:
+        content = {
+            "rows": [{"side": "run", "name": "step", "seconds_median": 0.1, "seconds_spread": 0.01}],
+            "ratios": [{"name": "step vs portable", "ratio": 1.5, "verdict": "faster"}],
+            "memory_parts": {"parameters": 2e8, "gradients": 1e8, "optimizer": 2e8},
+        }
+        (root / "bench.json").write_text(json.dumps(content), encoding="utf-8")
+    return root

@@ -1,0 +1,221 @@
+"""The page in a real browser, and what it says when a run is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mindferry.errors import UsageError
+from mindferry.report import collect, page
+from tests.report import browser, runs
+
+NASTY = "<img src=x onerror=alert(1)>\x1b[31m\u202e&\"'"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    runs.write_run(root / "before", slope=0.002, seconds=0.2, memory=900 << 20, seed=1)
+    runs.write_run(
+        root / "after", slope=0.002, seconds=0.1, memory=500 << 20, seed=1, verify=True, bench=True
+    )
+    runs.write_run(root / "nasty", nasty=NASTY, seed=2, verify=True)
+    for name, others in (("after", ["before"]), ("nasty", [])):
+        subject = collect.gather(root / name)
+        text = page.render(subject, [collect.gather(root / o) for o in others], [])
+        (root / f"{name}-report.html").write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if browser.executable() is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    shown = browser.Browser()
+    yield shown
+    shown.close()
+
+
+def test_small_and_self_contained(folder):
+    text = (folder / "after-report.html").read_text(encoding="utf-8")
+    assert len(text.encode()) < 1_000_000
+    targets = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]*)""", text)
+    assert [target for target in targets if not target.startswith(("#", "data:"))] == []
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_every_text_is_in_both_languages():
+    for key, texts in page.words().items():
+        assert len(texts) == 2, key
+        names = [sorted(re.findall(r"{(\w+)}", text)) for text in texts]
+        assert names[0] == names[1], key
+        assert texts[0].isascii() or key == "language", key
+
+
+def test_opens_without_a_complaint_and_switches(folder, chromium, tmp_path):
+    chromium.open(folder / "after-report.html")
+    assert chromium.complaints() == []
+    visible = "[...document.querySelectorAll('h2')].map(h => h.innerText).join('|')"
+    english = chromium.eval(visible)
+    assert "Migration decisions" in english
+    assert "迁移" not in english
+    chromium.eval("document.querySelector('[data-language=zh]').click()")
+    chinese = chromium.eval(visible)
+    assert "迁移决策" in chinese
+    assert "Migration" not in chinese
+    assert chromium.eval("document.documentElement.lang") == "zh"
+    assert (
+        chromium.eval("document.querySelector('[data-language=zh]').getAttribute('aria-pressed')") == "true"
+    )
+    background = "getComputedStyle(document.body).backgroundColor"
+    chromium.eval("document.querySelector('[data-theme=light]').click()")
+    light = chromium.eval(background)
+    chromium.eval("document.querySelector('[data-theme=dark]').click()")
+    assert chromium.eval(background) != light
+    chromium.screenshot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 20_000
+    assert chromium.complaints() == []
+
+
+# What axe-core calls image-alt, svg-img-alt, th-has-data-cells, duplicate-id, aria-valid, link-name, heading-order.
+STRUCTURE = """(() => {
+  const bad = [];
+  const ids = [...document.querySelectorAll('[id]')].map(e => e.id);
+  ids.filter((x, i) => ids.indexOf(x) !== i).forEach(x => bad.push('duplicate id ' + x));
+  document.querySelectorAll('[aria-labelledby]').forEach(e => {
+    const to = document.getElementById(e.getAttribute('aria-labelledby'));
+    if (!to || !to.innerText.trim()) bad.push('no name: ' + e.outerHTML.slice(0, 90)); });
+  document.querySelectorAll('svg:not([role=img])').forEach(e => {
+    if (!e.closest('[aria-hidden=true]')) bad.push('svg is neither named nor hidden'); });
+  document.querySelectorAll('img').forEach(e => { if (!e.alt) bad.push('img without alt'); });
+  document.querySelectorAll('th').forEach(e => { if (!e.scope) bad.push('th without scope: ' + e.innerText); });
+  document.querySelectorAll('a[href^="#"]').forEach(e => {
+    if (!document.getElementById(e.hash.slice(1))) bad.push('dead link ' + e.hash);
+    if (!e.innerText.trim()) bad.push('link without text'); });
+  document.querySelectorAll('button').forEach(e => {
+    if (!(e.getAttribute('aria-label') || e.innerText.trim())) bad.push('button without a name');
+    if (e.tabIndex < 0) bad.push('button out of reach'); });
+  let level = 0;
+  document.querySelectorAll('h1,h2,h3,h4').forEach(e => {
+    const n = +e.tagName[1]; if (n > level + 1) bad.push('heading jumps: ' + e.innerText); level = n; });
+  if (document.querySelectorAll('main').length !== 1) bad.push('not one main');
+  if (!document.documentElement.lang || !document.title) bad.push('no language or title');
+  return bad; })()"""
+
+# WCAG 1.4.3: 4.5 to 1 for every text, against the nearest opaque background.
+CONTRAST = """(() => {
+  const rgb = s => s.match(/[\\d.]+/g).map(Number);
+  const lum = c => { const f = c.slice(0, 3).map(v => { v /= 255;
+    return v <= 0.03928 ? v / 12.92 : Math.pow((v + 0.055) / 1.055, 2.4); });
+    return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
+  const bad = new Set();
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const e = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || !e.getClientRects().length || e.closest('script')) continue;
+    const style = getComputedStyle(e), svg = e.closest('svg');
+    const ink = rgb(svg ? style.fill : style.color);
+    let at = e, back = null;
+    while (at && !back) { const b = rgb(getComputedStyle(at).backgroundColor);
+      if (b.length === 3 || b[3] === 1) back = b; at = at.parentElement; }
+    const [a, b] = [lum(ink), lum(back)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) bad.add(e.tagName + ' ' + e.innerHTML.slice(0, 40));
+  }
+  return [...bad]; })()"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accessible(folder, chromium, theme):
+    chromium.open(folder / "after-report.html")
+    chromium.eval("document.querySelectorAll('details').forEach(d => d.open = true)")
+    chromium.eval(f"document.querySelector('[data-theme={theme}]').click()")
+    assert chromium.eval(STRUCTURE) == []
+    assert chromium.eval(CONTRAST) == []
+
+
+def test_reachable_by_keyboard_and_named_for_screen_readers(folder, chromium):
+    chromium.open(folder / "after-report.html")
+    for kind in ("keyDown", "keyUp"):
+        chromium.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+    assert chromium.eval("document.activeElement.className") == "skip"
+    assert chromium.eval("document.activeElement.getBoundingClientRect().left >= 0")
+    nodes = chromium.call("Accessibility.getFullAXTree")["nodes"]
+    images = [n["name"]["value"] for n in nodes if n.get("role", {}).get("value") in ("image", "img")]
+    assert "Loss" in images
+    assert "Learning rate" in images
+    assert all(images)
+
+
+def test_fits_a_narrow_window_and_prints(folder, chromium):
+    chromium.open(folder / "after-report.html")
+    chromium.call(
+        "Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=False
+    )
+    assert chromium.eval("document.documentElement.scrollWidth <= 360")
+    chromium.call("Emulation.clearDeviceMetricsOverride")
+    chromium.call("Emulation.setEmulatedMedia", media="print")
+    assert chromium.eval("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert chromium.eval("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    chromium.call("Emulation.setEmulatedMedia", media="")
+    assert len(chromium.call("Page.printToPDF")["data"]) > 10_000
+
+
+def test_nasty_names_stay_text(folder, chromium):
+    text = (folder / "nasty-report.html").read_text(encoding="utf-8")
+    assert "<img src=x" not in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    chromium.open(folder / "nasty-report.html")
+    assert chromium.complaints() == []
+    assert chromium.eval("document.images.length") == 0
+    assert "onerror=alert(1)" in chromium.eval("document.body.textContent")
+
+
+def test_verdicts_in_three_dimensions(folder):
+    pair = collect.dimensions(collect.gather(folder / "before"), collect.gather(folder / "after"))
+    assert (pair.speed.verdict, pair.memory, pair.convergence.verdict) == ("faster", "less", "same")
+    assert pair.speed.ratio == pytest.approx(2.0, rel=0.1)
+    assert pair.memory_after == 500 << 20
+
+
+def test_broken_runs_get_a_page_that_says_so(tmp_path):
+    run = runs.write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    del lines[40:50]
+    lines[20] = lines[20].replace('"loss": ', '"loss": "nan", "was": ')
+    (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 300, "lo')
+    (run / "migration.json").write_text("{broken")
+    (run / "verify.json").write_text('{"layers": 3, "gradients": [1, {"name": null}], "training": []}')
+    (run / "bench.json").write_text('{"rows": {"a": 1}, "ratios": "x", "memory_parts": {"a": "y"}}')
+    (run / "tune.jsonl").write_text('{"change": 3}\n[]\n{"torn')
+    text = page.render(collect.gather(run), [], [])
+    for said in ("1 broken lines left out", "10 steps between 1 and 300 are missing", "1 of 290 steps have no finite",
+                 "migration.json: broken", "tune.jsonl: 1 broken"):  # fmt: skip
+        assert said in text
+
+
+def test_empty_and_untrained_runs(tmp_path):
+    run = runs.write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("")
+    assert "no training step in it" in page.render(collect.gather(run), [], [])
+    (run / "metrics.jsonl").unlink()
+    (run / "migration.json").unlink()
+    subject = collect.gather(run)
+    assert ("metrics.jsonl", "absent_metrics") in subject.missing
+    assert "not trained yet" in page.render(subject, [collect.gather(run)], [])
+
+
+def test_other_models_are_refused_unless_forced(tmp_path):
+    one, two = (runs.write_run(tmp_path / name) for name in ("one", "two"))
+    content = json.loads((two / "migration.json").read_text())
+    content["model"]["hidden_size"] = 999
+    (two / "migration.json").write_text(json.dumps(content))
+    subjects = collect.gather(one), collect.gather(two)
+    with pytest.raises(UsageError, match=r"hidden_size.*999"):
+        collect.check_comparable(subjects[0], [subjects[1]], False)
+    forced = collect.check_comparable(subjects[0], [subjects[1]], True)
+    assert "hidden_size" in page.render(subjects[0], [subjects[1]], forced)
