@@ -24,6 +24,7 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-march=native",
+    "-mprefer-vector-width=512",
     "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -28,9 +28,10 @@ void gather_transposed(const T* src, int64_t stride, T* dst, int64_t rows, int64
             for (int64_t i = i0; i < std::min(i0 + step, rows); ++i) dst[j * rows + i] = src[i * stride + j];
 }
 
-// Scores of one row -> probabilities in the compute type, zero beyond `valid`; returns log-sum-exp.
+// Scores of one row -> exp(scaled score - maximum) in the compute type, zero beyond `valid`. Returns log-sum-exp;
+// `inverse` gets what makes probabilities of them, applied to the much shorter output row later.
 template <class T>
-float softmax_row(float* scores, T* probs, int64_t valid, int64_t width, float scale) {
+float softmax_row(const float* scores, T* weights, int64_t valid, int64_t width, float scale, float& inverse) {
     float top = -std::numeric_limits<float>::infinity();
     MF_SIMD_MAX(top)
     for (int64_t j = 0; j < valid; ++j) top = scores[j] > top ? scores[j] : top;
@@ -38,13 +39,12 @@ float softmax_row(float* scores, T* probs, int64_t valid, int64_t width, float s
     float sum = 0.0f;
     MF_SIMD_SUM(sum)
     for (int64_t j = 0; j < valid; ++j) {
-        scores[j] = exp_fast((scores[j] - peak) * scale);
-        sum += scores[j];
+        const float weight = exp_fast((scores[j] - peak) * scale);
+        store(weights + j, weight);
+        sum += weight;
     }
-    const float inverse = 1.0f / sum;
-    MF_SIMD
-    for (int64_t j = 0; j < valid; ++j) store(probs + j, scores[j] * inverse);
-    for (int64_t j = valid; j < width; ++j) store(probs + j, 0.0f);
+    inverse = 1.0f / sum;
+    for (int64_t j = valid; j < width; ++j) store(weights + j, 0.0f);
     return peak * scale + std::log(sum);
 }
 
@@ -74,16 +74,22 @@ void attention_forward(const T* qkv, T* context, float* lse, const AttentionShap
         gather_head(base + s.value_at(group), stride, v, s.seq, s.dim);
         float* scores = local<float>(kTileScores, rows * s.seq);
         T* probs = local<T>(kTileGrad, rows * s.seq);
+        float* rescale = local<float>(kTileDV, rows);
+        float* tile = local<float>(kTileOut, rows * s.dim);
         for (int64_t i = 0; i < s.seq; i += rows) {
             const int64_t m = std::min(rows, s.seq - i), keys = i + m;
             gemm(mat(q + i * s.dim, m, s.dim), mat(kt, s.dim, keys, s.seq), mat(scores, m, keys));
             for (int64_t r = 0; r < m; ++r) {
                 T* p = probs + r * keys;
-                lse[item * s.seq + i + r] = softmax_row(scores + r * keys, p, i + r + 1, keys, scale);
+                lse[item * s.seq + i + r] = softmax_row(scores + r * keys, p, i + r + 1, keys, scale, rescale[r]);
                 if (drop.on()) drop_row(p, drop, row_key(seed, kDropAttention, item * s.seq + i + r), i + r + 1);
             }
             T* out = context + i * out_stride + (b * s.heads + head) * s.dim;
-            gemm(mat(probs, m, keys), mat(v, keys, s.dim), mat(out, m, s.dim, out_stride));
+            gemm(mat(probs, m, keys), mat(v, keys, s.dim), mat(tile, m, s.dim));
+            for (int64_t r = 0; r < m; ++r) {
+                MF_SIMD
+                for (int64_t j = 0; j < s.dim; ++j) store(out + r * out_stride + j, tile[r * s.dim + j] * rescale[r]);
+            }
         }
     });
 }

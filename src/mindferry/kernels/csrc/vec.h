@@ -33,9 +33,9 @@ inline void store(bf16* p, float x) {
 }
 
 // e^x: 2^n * p(r) with |r| <= ln2/2, degree-6 Taylor-like polynomial (Cephes' expf coefficients); relative error
-// below 2e-7. Underflows to 0 below -87.3, infinity above 88.7, NaN stays NaN.
+// below 2e-7. 0 below -87.3, infinity above 88.3 (n stays within an exponent), NaN stays NaN.
 inline float exp_fast(float x) {
-    const float low = -87.33654f, high = 88.72283f;
+    const float low = -87.33654f, high = 88.3762626f;
     float y = x < low ? low : x;
     y = y > high ? high : y;
     const float n = __builtin_rintf(y * 1.44269504088896341f);
@@ -48,14 +48,10 @@ inline float exp_fast(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    // In two factors: n = 128 has no float of its own.
-    const int32_t k = static_cast<int32_t>(n == n ? n : 0.0f);
-    const int32_t half = k >> 1;
-    const uint32_t b1 = static_cast<uint32_t>(half + 127) << 23, b2 = static_cast<uint32_t>(k - half + 127) << 23;
-    float s1, s2;
-    std::memcpy(&s1, &b1, sizeof s1);
-    std::memcpy(&s2, &b2, sizeof s2);
-    const float result = p * s1 * s2;
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n == n ? n : 0.0f) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    const float result = p * power;
     return x < low ? 0.0f : (x > high ? std::numeric_limits<float>::infinity() : result);
 }
 
