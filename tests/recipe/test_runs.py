@@ -108,3 +108,23 @@ def test_resume_is_bit_equal_with_dropout(corpus: Path, tmp_path: Path) -> None:
     train(RunDirectory.open(runs["broken"]), Options(steps=10, resume=True))
     whole, broken = ([record["loss"] for record in metrics(runs[name])] for name in ("whole", "broken"))
     assert broken == whole
+
+
+def test_a_changed_batch_goes_on_in_samples(plain: Path, corpus: Path, tmp_path: Path) -> None:
+    """Stopped after 6 steps of 4 sequences, resumed with steps of 8: the sequences are those of an unbroken pass."""
+    order: list[list[int]] = []
+
+    def keep(step: int, values: tuple) -> None:
+        order.extend(row.tolist() for row in values[0].asnumpy())
+
+    whole = make_run(plain, corpus, tmp_path / "whole", batch_size=4)
+    train(RunDirectory.open(whole), Options(steps=10, on_batch=keep))
+    unbroken, order[:] = list(order), []
+    broken = make_run(plain, corpus, tmp_path / "broken", batch_size=4)
+    train(RunDirectory.open(broken), Options(steps=6, on_batch=keep))
+    train(
+        RunDirectory.open(broken),
+        Options(steps=8, resume=True, on_batch=keep, overrides={"runner_config.batch_size": 8}),
+    )
+    assert order == unbroken
+    assert [record["step"] for record in metrics(broken)] == list(range(1, 9))

@@ -346,9 +346,10 @@ def _fit(
             f"most the {rows} sequences in data/",
             id="data.too-small",
         )
-    config.runner_config.epochs = -(-last // steps_per_epoch)
-    if start:
-        config.data_skip_steps = start
+    skip = _data_position(checkpoint, batch, steps_per_epoch)
+    config.runner_config.epochs = -(-(skip + last - start) // steps_per_epoch)
+    if skip:
+        config.data_skip_steps = skip
     holder: dict[str, Any] = {}
 
     def model() -> Any:
@@ -385,6 +386,29 @@ def _fit(
     holder["trainer"] = trainer
     trainer.train()
     return outcome
+
+
+def _data_position(checkpoint: Any, batch: int, steps_per_epoch: int) -> int:
+    """Steps of the data pipeline to pass over: what was read is counted in samples, as the batch may have changed.
+
+    Raises:
+        UsageError: with the new batch no step begins where the old ones ended.
+    """
+    if checkpoint is None:
+        return 0
+    samples, before = checkpoint.state["samples"], checkpoint.state["global_batch_size"]
+    if batch == before:
+        return int(checkpoint.step)
+    same_epochs = batch * steps_per_epoch == before * checkpoint.state["steps_per_epoch"]
+    if samples % batch or not (same_epochs or samples <= batch * steps_per_epoch):
+        raise UsageError(
+            f"{checkpoint.path.name}: {samples} sequences were trained on in steps of {before}; in steps of {batch} "
+            "no step begins there",
+            remedy=f"set batch_size x gradient_accumulation_steps back to {before}, or to a number that divides "
+            f"{samples} and gives the same epochs",
+            id="resume.batch",
+        )
+    return int(samples // batch)
 
 
 def _watch(content: dict[str, Any], checkpoint: Any) -> ScaleWatch:
