@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mindferry.data.report import DataReport
 
 BUILD_EXAMPLE = "Example: mindferry data build corpus/ --tokenizer gpt2/ --out data/ --seq-length 1024"
-SHOW_EXAMPLE = "Example: mindferry data show data/train.bin --tokenizer gpt2/"
+SHOW_EXAMPLE = "Example: mindferry data show data/train.mindrecord --tokenizer gpt2/"
 
 # Below this entropy of single tokens, text repeats itself or is no text.
 _LOW_ENTROPY_BITS = 5.0
