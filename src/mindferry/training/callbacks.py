@@ -212,28 +212,37 @@ class DropoutByStep(Callback):
 
     Must run after CheckWeights, whose network has no counter yet.
 
-    Attributes:
+    Args:
         start: steps done before this session.
         passes: forward passes in a step; the wrapper counts them up from this callback's number.
+        kernels: the network's layers draw in our kernels, which take the number themselves.
     """
 
-    def __init__(self, model: Callable[[], Any], start: int, seed: int, passes: int) -> None:
+    def __init__(
+        self, model: Callable[[], Any], start: int, seed: int, passes: int, kernels: bool = False
+    ) -> None:
         super().__init__()
         self._model, self._start, self._seed, self._passes = model, start, seed, passes
+        self._kernels, self._rank = kernels, 0
         self._counter: Any = None
 
     def on_train_begin(self, run_context: Any) -> None:
         from mindformers.tools.utils import get_real_rank
 
-        self._counter = count_steps(self._model(), self._seed, get_real_rank())
+        self._rank = get_real_rank()
+        self._counter = count_steps(self._model(), self._seed, self._rank)
         run_context.original_args().train_network.dropout_counter = self._counter
 
     def on_train_step_begin(self, run_context: Any) -> None:
+        number = (self._start + run_context.original_args().cur_step_num) * self._passes
         if self._counter is not None:
             import mindspore as ms
 
-            step = self._start + run_context.original_args().cur_step_num
-            self._counter.set_data(ms.Tensor([step * self._passes], ms.int32))
+            self._counter.set_data(ms.Tensor([number], ms.int32))
+        if self._kernels:
+            from mindferry.kernels import seed_step
+
+            seed_step(self._seed, number, self._rank)
 
 
 class RestoreOptimizer(Callback):

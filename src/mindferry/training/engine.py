@@ -362,7 +362,13 @@ def _fit(
     if checkpoint:
         parts.append(callbacks.RestoreOptimizer(checkpoint, model))
     parts.append(
-        callbacks.DropoutByStep(model, start, content["seed"], runner["gradient_accumulation_steps"])
+        callbacks.DropoutByStep(
+            model,
+            start,
+            content["seed"],
+            runner["gradient_accumulation_steps"],
+            kernels=content["model"]["model_config"].get("layer_spec") == "fused",
+        )
     )
     watch = _watch(content, checkpoint)
     parts.append(
