@@ -208,7 +208,7 @@ class LossScale(Spec):
 class Precision(Spec):
     """Data types of the parts of a step. Parameters and optimizer states stay in `params`.
 
-    fp32_residual: the stream between the layers is float32 whatever `compute` is (amp_level O1).
+    fp32_residual: additions to the residual stream are float32 whatever `compute` is (amp_level O1).
     """
 
     compute: DType = "float32"
