@@ -12,8 +12,9 @@ def precision_of(level: str, half: str = "float16") -> Precision:
     """The Precision of an amp_level.
 
     O0: float32 throughout. O1: matrix products in `half`, additions to the residual stream in float32 (what
-    leaves a layer is cast to `half` all the same, as mindformers 1.9.0 does it). O2: `half`, with LayerNorm, softmax and loss in float32. O3: float16 throughout (the
-    loss stays float32, as mindformers casts the logits). Parameters are float32 at every level.
+    leaves a layer is cast to `half` all the same, as mindformers 1.9.0 does it). O2: `half`, with LayerNorm,
+    softmax and loss in float32. O3: float16 throughout (the loss stays float32, as mindformers casts the
+    logits). Parameters are float32 at every level.
 
     Raises:
         UsageError: O3 with bfloat16, whose 8 bits are too few for norms and softmax.
