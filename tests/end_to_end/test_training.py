@@ -204,3 +204,18 @@ def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     done = run_cli("train", tmp_path)
     assert done.returncode == 2
     assert "run.yaml" in done.stderr
+
+
+def test_a_failure_inside_the_engine_is_explained(run: Path) -> None:
+    """What fails deep inside mindformers comes with the cause and remedy that the doctor knows."""
+    text = (run / "run.yaml").read_text(encoding="utf-8")
+    broken = text.replace("  - position_ids\n", "  - positions\n")
+    assert broken != text
+    (run / "run.yaml").write_text(broken, encoding="utf-8")
+    done = run_cli("train", run, "--json")
+    assert done.returncode == 1
+    finding = json.loads(done.stdout)["findings"][0]
+    assert "positions" in finding["message"] + finding["evidence"]
+    assert finding["id"] != "train.failed", "the knowledge base has an entry for a wrong column"
+    assert finding["cause"]
+    assert "train.log" in finding["remedy"]

@@ -290,6 +290,13 @@ class Progress:
             self._last_line = now
             self._line(now)
 
+    def say(self, message: str) -> None:
+        """One line for the person, above the bar; reaches the terminal through `output_to`, too."""
+        if self._bar is not None:
+            self._bar.console.print(printable(message), markup=False, highlight=False)
+        else:
+            _TerminalFile().write(printable(message) + "\n")
+
     def at(self, done: int, note: str = "") -> None:
         """Move to an absolute position."""
         self.advance(done - self._done, note)

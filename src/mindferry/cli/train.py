@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from mindferry.cli.console import Finding, Progress, Result, command, output_to
+from mindferry.errors import MindferryError
 
 EXAMPLE = "Example: mindferry train run/ --steps 100"
 
@@ -28,6 +29,7 @@ def train(
     and saves a checkpoint, the second ends at once.
     """
     from mindferry.cli.choices import one_of
+    from mindferry.diagnosis.loss.band import Band
     from mindferry.errors import UsageError
     from mindferry.targets.run_directory import RunDirectory
     from mindferry.training import engine
@@ -50,16 +52,41 @@ def train(
         Progress("training", total=total, unit="steps") as bar,
         output_to(log),
     ):
+        band, warnings = Band(), []
 
         def on_step(record: dict[str, Any]) -> None:
+            for finding in band.feed(record):
+                warnings.append(finding)
+                bar.say(f"warning: {finding.message}")
             bar.at(record["step"], f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
 
         options.on_step = on_step
-        outcome = engine.train_logged(directory, options, log)
-    return _result(directory, outcome, steps)
+        try:
+            outcome = engine.train_logged(directory, options, log)
+        except MindferryError as err:
+            raise _explained(err, log) from err
+    return _result(directory, outcome, warnings)
 
 
-def _result(directory: Any, outcome: Any, steps: int | None) -> Result:
+def _explained(err: MindferryError, log: Path) -> MindferryError:
+    """A failure inside the engine with the cause that the doctor's knowledge base names, where it knows one."""
+    from mindferry.diagnosis.startup.report import diagnose_exception
+
+    if err.__cause__ is None:
+        return err
+    known = next((item for item in diagnose_exception(err.__cause__) if item.remedy), None)
+    if known is None:
+        return err
+    return MindferryError(
+        f"{err.message} [{known.message}]",
+        cause=known.cause,
+        remedy=f"{known.remedy} (the whole trace is in {log})",
+        id=known.id,
+        evidence=known.evidence,
+    )
+
+
+def _result(directory: Any, outcome: Any, warnings: list[Finding]) -> Result:
     losses = list(outcome.losses.values())
     first, last = losses[0], losses[-1]
     interrupted = outcome.signal != 0
@@ -78,7 +105,7 @@ def _result(directory: Any, outcome: Any, steps: int | None) -> Result:
         f"  metrics     {directory.metrics}\n"
         f"  checkpoint  {outcome.checkpoint}"
     )
-    findings = [Finding("train.note", "warning", note) for note in outcome.notes]
+    findings = [*(Finding("train.note", "warning", note) for note in outcome.notes), *warnings]
     if outcome.skipped:
         shown = ", ".join(str(step) for step in outcome.skipped[:5]) + ("..." if outcome.skipped[5:] else "")
         findings.append(
