@@ -7,12 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-YAML = """\
-context: {mode: 0, device_target: CPU, enable_graph_kernel: false}
-runner_config: {batch_size: 4, gradient_accumulation_steps: 1}
-recompute_config: {recompute: false, select_recompute: false}
-model: {model_config: {layer_spec: portable, compute_dtype: float32, seq_length: 32}}
-"""
+
+def run_yaml_text() -> str:
+    """A real run.yaml of a tiny GPT-2."""
+    from mindferry.spec import ModelSpec, OptimizerSpec, Recipe, Schedule
+    from mindferry.targets import run_yaml
+
+    spec = ModelSpec(
+        family="gpt2", vocab_size=300, hidden_size=48, num_layers=2, num_attention_heads=4, num_query_groups=4,
+        kv_channels=12, ffn_hidden_size=192, max_position_embeddings=64, position_embedding="learned_absolute",
+        normalization="LayerNorm", layernorm_epsilon=1e-5, activation="gelu_tanh", tie_word_embeddings=True,
+        add_bias_linear=True, add_qkv_bias=True,
+    )  # fmt: skip
+    schedule = Schedule(kind="linear", learning_rate=1e-3, total_steps=300)
+    recipe = Recipe(optimizer=OptimizerSpec(), schedule=schedule, seq_length=32, batch_size=4)
+    return run_yaml.dump(run_yaml.build(spec, recipe, steps_per_epoch=7, layer_spec="portable", device="CPU"))
 
 
 def losses(steps: int, slope: float, seed: int, noise: float = 0.05) -> np.ndarray:
@@ -34,7 +43,7 @@ def write_run(
     steps: int = 300,
 ) -> Path:
     root.mkdir(parents=True)
-    (root / "run.yaml").write_text(YAML, encoding="utf-8")
+    (root / "run.yaml").write_text(run_yaml_text(), encoding="utf-8")
     times = seconds * np.random.default_rng(seed + 100).lognormal(0, 0.05, steps)
     with open(root / "metrics.jsonl", "w", encoding="utf-8") as handle:
         for i, loss in enumerate(losses(steps, slope, seed)):

@@ -46,6 +46,8 @@ def test_small_and_self_contained(folder):
     assert [target for target in targets if not target.startswith(("#", "data:"))] == []
     assert "@import" not in text
     assert "url(" not in text
+    assert "layer_spec" in text
+    assert "run.yaml: broken" not in text
 
 
 def test_every_text_is_in_both_languages():

@@ -25,6 +25,11 @@ def verify(
     training_steps: int = typer.Option(
         50, "--training-steps", min=0, help="Steps of AdamW to compare after that; 0 for none."
     ),
+    half: str | None = typer.Option(
+        None,
+        "--precision",
+        help="Also where float16 or bfloat16 leaves float32; run.yaml's compute_dtype otherwise.",
+    ),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
     """Prove that run and source compute the same numbers (needs PyTorch).
@@ -32,7 +37,7 @@ def verify(
     Compares, in fp32 on the run's own data: embedding output, every layer, logits, loss, every gradient; then
     the losses of some training steps. Says where the two part first.
     """
-    from mindferry.checking import alignment, parity
+    from mindferry.checking import alignment, parity, precision
     from mindferry.targets.run_directory import RunDirectory
 
     directory = RunDirectory.open(run)
@@ -43,14 +48,16 @@ def verify(
         training = None
         if found.aligned and training_steps:
             training = parity.train_both(directory, against, training_steps, on_step=bar.advance)
+        dtype = half or precision.stated(directory)
+        seen = precision.view(directory, dtype, batch_size) if dtype else None
     good = found.aligned and (training is None or training.good)
-    extra = _json(found, training)
+    extra = {**_json(found, training), "precision": seen and seen.to_json()}
     _keep(directory, against, "good" if good else "problem", extra)
     return Result(
         verdict="good" if good else "problem",
-        findings=_findings(found, training),
+        findings=[*_findings(found, training), *_departure(seen)],
         extra=extra,
-        text=_table(found, training),
+        text=_table(found, training) + (f"\n{seen.table()}" if seen else ""),
     )
 
 
@@ -82,6 +89,26 @@ def _findings(found: Alignment, training: Parity | None) -> list[Finding]:
                 "problem",
                 f"the losses part at training step {training.first_bad_step}",
                 remedy="one batch agrees, so look at the optimizer, the schedule and the clipping in run.yaml",
+            )
+        )
+    return findings
+
+
+def _departure(seen: Any) -> list[Finding]:
+    """What the precision view has to warn of."""
+    if seen is None:
+        return []
+    findings = [Finding("verify.precision-device", "info", note) for note in seen.notes]
+    if seen.first_departure is not None:
+        from mindferry.checking import precision
+
+        findings.append(
+            Finding(
+                "verify.precision",
+                "warning",
+                f"{seen.dtype} leaves float32 first at {seen.first_departure}",
+                cause=precision.RULE,
+                remedy="set layernorm_compute_type and softmax_compute_type to float32, or compute_dtype to bfloat16",
             )
         )
     return findings

@@ -1,0 +1,53 @@
+"""mindferry doctor config"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mindferry.cli.console import Finding, Result, command
+
+EXAMPLE = "Example: mindferry doctor config run/run.yaml"
+
+
+@command("doctor config")
+def config(
+    path: Path = typer.Argument(..., metavar="RUN.YAML", help="A run.yaml, or the run directory."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Audit a run.yaml against the tuning list: what is on, off, or wrong for this hardware and model.
+
+    Names the line to change; changes nothing.
+    """
+    from mindferry.diagnosis.config_audit import audit
+
+    items = audit(path)
+    findings = [
+        Finding(
+            f"config.{item.name.replace(' ', '-')}",
+            "problem" if item.state == "wrong" else "info",
+            f"{_place(item)}: found {item.found!r}, {item.why}",
+            remedy=f"set {item.key}: {_yaml(item.wanted)}",
+        )
+        for item in items
+        if item.state in ("wrong", "off") and item.wanted != ""
+    ]
+    wrong = any(item.state == "wrong" for item in items)
+    text = [f"{item.state:6} {item.name:26} {_place(item)} = {_yaml(item.found)}" for item in items]
+    extra = {"checked": [vars(item) for item in items]}
+    return Result("problem" if wrong else "good", findings, extra, "\n".join(text))
+
+
+def _place(item: Any) -> str:
+    return f"line {item.line}: {item.key}" if item.line else item.key
+
+
+def _yaml(value: Any) -> str:
+    words = {"True": "true", "False": "false", "None": "not set"}
+    return words.get(str(value), str(value))
+
+
+def register(app: typer.Typer) -> None:
+    app.command("config", epilog=EXAMPLE)(config)
