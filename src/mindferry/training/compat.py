@@ -10,6 +10,8 @@
 | quiet() | mindformers opens log files in ./output and MindSpore prints to stderr while they are imported |
 | affinity_cpu_list: [] | mindformers always binds MindSpore's threads to cores, meant for hosts of NPUs with
   many; on two cores it made a step 1.6 times slower (0.43 s against 0.26 s, a 4-layer GPT-2) |
+| synchronous_pynative() | PyNative hands every operator through a chain of threads; with two cores, waiting for
+  them was most of a step (0.7 to 3.5 s against 0.25 s, a 2-layer GPT-2), and errors come late |
 | graph_kernel() | 1.9.0's build_context no longer passes `enable_graph_kernel` on to MindSpore |
 """
 
@@ -33,6 +35,13 @@ def graph_kernel(enabled: bool) -> None:
     import mindspore as ms
 
     ms.set_context(enable_graph_kernel=enabled)
+
+
+def synchronous_pynative() -> None:
+    """Run PyNative operators where they are called; graph mode is not touched."""
+    import mindspore as ms
+
+    ms.set_context(pynative_synchronize=True)
 
 
 # Wrappers of run.yaml -> the same step without Ascend's overflow register.

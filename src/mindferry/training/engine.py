@@ -195,6 +195,8 @@ def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
     # mindformers keeps one context a process; what may change between two set-ups is set below.
     build_context(config)
     ms.set_context(mode=content["context"]["mode"])
+    if content["context"]["device_target"] == "CPU":
+        compat.synchronous_pynative()
     compat.graph_kernel(bool(content["context"].get("enable_graph_kernel")))
     import mindferry.training.models  # noqa: F401
 
