@@ -120,3 +120,43 @@ def test_a_state_of_other_weights_is_refused(trained: tuple, corpus: Path, tmp_p
     attempt({"weights": torch.ones(2)}, UsageError, "no state of a torch optimizer")
     with pytest.raises(UsageError, match="6 updates made, the schedule has 5"):
         make_run(source, corpus, tmp_path / "run", optimizer_state=source / "optimizer.pt", steps=5)
+
+
+def test_nanogpts_moments_go_where_the_weights_go(tmp_path: Path) -> None:
+    """Moments that equal the weights must come out as the converted weights, tensor by tensor."""
+    import torch
+    from safetensors.numpy import load_file
+
+    from mindferry.recipes.optimizer_state import read_state
+    from mindferry.sources import open_source
+    from mindferry.spec import OptimizerSpec
+    from mindferry.weights import convert
+
+    from ..weights.test_nanogpt import checkpoint
+
+    file = tmp_path / "ckpt.pt"
+    state = {n: v for n, v in checkpoint(file).items() if n != "lm_head.weight"}
+    parameters = [*(p for p in state.values() if p.dim() >= 2), *(p for p in state.values() if p.dim() < 2)]
+    decayed = sum(p.dim() >= 2 for p in parameters)
+    tree = torch.load(file, weights_only=True)
+    tree["optimizer"] = {
+        "state": {
+            number: {"step": torch.tensor(10.0), "exp_avg": p, "exp_avg_sq": p.square()}
+            for number, p in enumerate(parameters)
+        },
+        "param_groups": [
+            {"params": list(range(decayed)), "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+            {"params": list(range(decayed, len(parameters))), "weight_decay": 0.0},
+        ],
+    }
+    torch.save(tree, file)
+    source = open_source(file)
+    convert(source, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    found = read_state(file, source, OptimizerSpec(betas=(0.9, 0.95), weight_decay=0.2))
+    assert found.step == 10
+    assert found.warnings == ["the optimizer state was made with weight_decay 0.1, the recipe has 0.2"]
+    assert found.exp_avg.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found.exp_avg[name], value)
+        np.testing.assert_allclose(found.exp_avg_sq[name], value**2, rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 from mindferry.errors import MindferryError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
-from mindferry.training.engine import Options, train
+from mindferry.training.engine import Options, prepare, train
 
 from ..support import make_run, make_source, run_cli
 
@@ -128,3 +128,17 @@ def test_a_changed_batch_goes_on_in_samples(plain: Path, corpus: Path, tmp_path:
     )
     assert order == unbroken
     assert [record["step"] for record in metrics(broken)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("written", ["type: TrainOneStepCell", "type: TrainOneStepWithLossScaleCell"])
+def test_mindspores_own_steps_are_the_same_step(
+    plain: Path, corpus: Path, tmp_path: Path, written: str
+) -> None:
+    """The article's `nn.TrainOneStepCell(..., sens=1024)`: what will run is mindformers' step with that scale."""
+    run = make_run(plain, corpus, tmp_path / "run")
+    text = (run / "run.yaml").read_text().replace("type: MFTrainOneStepCell", f"{written}\n  sens: 1024")
+    (run / "run.yaml").write_text(text)
+    wrapper = prepare(RunDirectory.open(run), Options())["runner_wrapper"]
+    assert wrapper["type"] == "MFTrainOneStepCell"
+    assert wrapper["scale_sense"] == 1024
+    assert "sens" not in wrapper

@@ -47,6 +47,7 @@ class RunnerWrapper(Section):
     use_clip_grad: StrictBool = True
     max_grad_norm: Number = Field(1.0, gt=0)
     scale_sense: Number | ScaleSense = 1.0
+    sens: Number | None = Field(None, gt=0)  # nn.TrainOneStepCell's name for a static scale
     local_norm: StrictBool = False
     calculate_per_token_loss: StrictBool = False
 

@@ -68,6 +68,7 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
     if options.device:
         content["context"]["device_target"] = DEVICES[options.device]
     _override(content, options.overrides or {})
+    _one_step(content)
     cpu = content["context"]["device_target"] == "CPU"
     if cpu and content["model"]["model_config"].get("layer_spec") == "reference":
         raise UsageError(
@@ -92,6 +93,16 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
         content["load_checkpoint"] = _inside(run, content["load_checkpoint"])
     content["output_dir"] = _inside(run, content["output_dir"])
     return content
+
+
+def _one_step(content: dict[str, Any]) -> None:
+    """Take MindSpore's own training steps for mindformers', and `sens` for a static loss scale."""
+    wrapper = content["runner_wrapper"]
+    if wrapper["type"] in compat.SAME_STEP:
+        wrapper["type"] = "MFTrainOneStepCell"
+    sens = wrapper.pop("sens", None)
+    if sens is not None:
+        wrapper["scale_sense"] = sens
 
 
 def _inside(run: RunDirectory, path: str) -> str:
