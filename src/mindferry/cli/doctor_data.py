@@ -1,0 +1,206 @@
+"""mindferry doctor data: does the model wait for its data, and is the data what it should be?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mindferry.cli.console import Finding, Progress, Result, command, output_to
+
+if TYPE_CHECKING:
+    from mindferry.data import TokenStatistics
+    from mindferry.data.pipeline import Settings, StepTimes, Timing
+    from mindferry.targets.run_directory import RunDirectory
+
+EXAMPLE = "Example: mindferry doctor data run/ --seconds 20 --write"
+
+# Share of a step that may wait for data before it is a problem.
+_WAITS = 0.05
+
+# A gain below this is the noise of the measurement.
+_WORTH_WRITING = 1.10
+
+_SAMPLE_ROWS = 256
+
+
+def _files(run: RunDirectory, content: dict[str, Any]) -> list[Path]:
+    """The MindRecord files of train_dataset, absolute."""
+    loader = content["train_dataset"]["data_loader"]
+    named = loader.get("dataset_files") or []
+    paths = [run.root / name for name in ([named] if isinstance(named, str) else named)]
+    if loader.get("dataset_dir"):
+        paths += sorted((run.root / loader["dataset_dir"]).glob("*.mindrecord*[!b]"))
+    return [path.resolve() for path in paths]
+
+
+def _sample(run: RunDirectory, path: Path, content: dict[str, Any]) -> tuple[TokenStatistics, list[Finding]]:
+    from mindferry.data import load_tokenizer, sample_tokens, token_statistics
+    from mindferry.data.tokenizer import FILE_NAMES
+    from mindferry.errors import MindferryError
+
+    model = content["model"]["model_config"]
+    seq_length = int(model.get("seq_length") or 1024)
+    folder = run.root / "tokenizer"
+    files = {name: folder / name for name in FILE_NAMES if (folder / name).is_file()}
+    try:
+        tokenizer = load_tokenizer(files) if files else None
+    except MindferryError:
+        tokenizer = None  # text is a comfort here; `migrate` has judged the tokenizer
+    found = token_statistics(
+        sample_tokens(path, limit=_SAMPLE_ROWS * (seq_length + 1)),
+        model.get("vocab_size"),
+        tokenizer=tokenizer,
+        eod_token_id=model.get("eos_token_id"),
+        unknown_token_id=tokenizer.token_to_id("<unk>") if tokenizer else None,
+    )
+    findings = []
+    if found.out_of_range:
+        text = f"{path}: {found.out_of_range} of {found.tokens} tokens are not below vocab_size {model['vocab_size']}"
+        findings.append(
+            Finding("data.token-range", "problem", text, remedy="build the data with the model's tokenizer")
+        )
+    if found.repeated_share > 0.2:
+        text = f"{path}: {found.repeated_share:.0%} of the windows of 32 tokens were there before"
+        findings.append(Finding("data.repeated", "warning", text, remedy="remove duplicated documents"))
+    if found.tokens > 10_000 and found.entropy_bits < 5.0:
+        text = f"{path}: single tokens carry {found.entropy_bits:.1f} bits, text has about 10"
+        findings.append(Finding("data.entropy", "warning", text, cause="it repeats itself, or is no text"))
+    return found, findings
+
+
+def _waiting(times: StepTimes | None, now: Timing, best: Timing) -> list[Finding]:
+    """Whether the pipeline holds the model up, from the training's own record and from the pipeline alone."""
+    gain = now.seconds_per_batch / best.seconds_per_batch
+    advice = (
+        f"{best.settings.text()} makes the pipeline {gain:.2f} times as fast: --write puts it into run.yaml"
+        if gain >= _WORTH_WRITING
+        else "none of the settings tried is faster: read from a faster disk, or make rows of fewer columns"
+    )
+    if times is None:
+        return [
+            Finding(
+                "data.no-steps",
+                "info",
+                "no steps in metrics.jsonl yet: whether the model waits shows after some steps of training",
+                remedy="mindferry train RUN --steps 10",
+            )
+        ]
+    numbers = (
+        f"data_time {times.data_time * 1e3:.2f} ms of step_time {times.step_time * 1e3:.2f} ms "
+        f"({times.waits:.1%}), median of {times.steps} steps; the pipeline alone gives a batch in "
+        f"{now.seconds_per_batch * 1e3:.2f} ms"
+    )
+    if times.waits <= _WAITS:
+        return [Finding("data.keeps-up", "info", f"the data keeps up: {numbers}")]
+    slow = now.seconds_per_batch > times.compute_time
+    cause = (
+        "the pipeline takes longer for a batch than the model"
+        if slow
+        else "the pipeline is fast enough alone: it competes with the model for cores, or prefetches too little"
+    )
+    return [
+        Finding("data.waits", "problem", f"the model waits for data: {numbers}", cause=cause, remedy=advice)
+    ]
+
+
+def _write(path: Path, settings: Settings) -> None:
+    """Put `settings` into train_dataset of run.yaml; everything else of the file stays, comments too."""
+    import io
+
+    from ruamel.yaml import YAML
+
+    from mindferry.targets.run_directory import write_text
+
+    yaml = YAML(typ="rt")
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    content = yaml.load(path.read_text(encoding="utf-8"))
+    section = content["train_dataset"]
+    section["num_parallel_workers"] = settings.num_parallel_workers
+    section["prefetch_size"] = settings.prefetch_size
+    stream = io.StringIO()
+    yaml.dump(content, stream)
+    write_text(path, stream.getvalue())
+
+
+def _text(times: StepTimes | None, timings: list[Timing], now: Settings, found: TokenStatistics) -> str:
+    lines = ["the pipeline alone, ms a batch:"]
+    for timing in timings:
+        mark = "  <- run.yaml" if timing.settings == now else ""
+        lines.append(f"  {timing.seconds_per_batch * 1e3:9.3f}  {timing.settings.text()}{mark}")
+    if times is not None:
+        lines.append(
+            f"a step computes {times.compute_time * 1e3:.2f} ms and waits {times.data_time * 1e3:.2f} ms"
+        )
+    lines.append(
+        f"{found.tokens:,} tokens looked at: {found.distinct:,} different, {found.entropy_bits:.2f} bits a token, "
+        f"{found.repeated_share:.1%} repeated"
+    )
+    if found.text:
+        lines.append(f"begins: {found.text!r}")
+    return "\n".join(lines)
+
+
+@command("doctor data")
+def data(
+    run: Path = typer.Argument(..., metavar="RUN", help="Directory made by migrate."),
+    seconds: float = typer.Option(10.0, "--seconds", min=1.0, help="Time to try settings in."),
+    write: bool = typer.Option(False, "--write", help="Put the fastest settings into run.yaml."),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Look at the data of a run: files, a sample of tokens, speed, and whether the model waits for it."""
+    import tempfile
+
+    from mindferry.data import check_mindrecord
+    from mindferry.data.pipeline import Settings, candidates, step_times, try_settings
+    from mindferry.targets import run_yaml
+    from mindferry.targets.run_directory import RunDirectory
+    from mindferry.training import compat
+
+    directory = RunDirectory.open(run)
+    content = run_yaml.read(directory.yaml)
+    section = content["train_dataset"]
+    files = _files(directory, content)
+    seq_length = int(content["model"]["model_config"].get("seq_length") or 0)
+    for path in files:
+        check_mindrecord(path, section["input_columns"], seq_length)
+    found, findings = _sample(directory, files[0], content)
+    section["data_loader"] = {**section["data_loader"], "dataset_files": [str(path) for path in files]}
+    section["data_loader"].pop("dataset_dir", None)
+    now = Settings(section["num_parallel_workers"], section["prefetch_size"])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress("trying settings", total=2 * len(candidates(now)), unit="runs") as bar,
+        output_to(Path(folder) / "pipeline.log"),
+    ):
+        compat.quiet(Path(folder))
+        batch_size = content["runner_config"]["batch_size"]
+        timings = try_settings(section, batch_size, now, seconds, lambda n, note: bar.advance(n, note))
+    times = step_times(directory.metrics)
+    present = next(timing for timing in timings if timing.settings == now)
+    findings += _waiting(times, present, timings[0])
+    written = write and present.seconds_per_batch / timings[0].seconds_per_batch >= _WORTH_WRITING
+    if written:
+        _write(directory.yaml, timings[0].settings)
+        findings.append(
+            Finding("data.written", "info", f"{directory.yaml}: train_dataset: {timings[0].settings.text()}")
+        )
+    bad = any(finding.severity == "problem" for finding in findings)
+    return Result(
+        "problem" if bad else "good",
+        findings,
+        {
+            "checked": ["files", "tokens", "pipeline", *(["metrics"] if times else [])],
+            "pipeline": [timing.to_json() for timing in timings],
+            "steps": vars(times) | {"waits": times.waits} if times else None,
+            "statistics": found.to_json(),
+            "written": written,
+        },
+        _text(times, timings, now, found),
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("data", epilog=EXAMPLE)(data)
