@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindferry.data.pipeline import Settings, StepTimes, candidates, measure, step_times
+from mindferry.data.pipeline import Settings, StepTimes, build_pipeline, candidates, measure, step_times
 from mindferry.errors import MindferryError
 
 from .conftest import help_texts
@@ -187,3 +187,30 @@ def test_more_workers_than_cores_is_one_line(run: Path) -> None:
     with pytest.raises(MindferryError, match="gives no batch of 100000 sequences"):
         measure(section, 100_000, Settings(1, 2), 0.1)
     assert np.isfinite(measure(section, 4, Settings(1, 2), 0.1).seconds_per_batch)
+
+
+def test_settings_change_neither_content_nor_order(run: Path) -> None:
+    """Shuffled with the run's seed, two epochs: every setting that may be written gives the same batches."""
+    section = {
+        "data_loader": {
+            "type": "MindDataset",
+            "dataset_files": [str(run / "data/train.mindrecord")],
+            "shuffle": True,
+        },
+        "input_columns": ["input_ids", "labels"],
+        "drop_remainder": True,
+        "repeat": 1,
+        "seed": 42,
+        "python_multiprocessing": False,
+    }
+
+    def batches(settings: Settings) -> np.ndarray:
+        dataset = build_pipeline(section, 4, settings)
+        iterator = dataset.create_tuple_iterator(num_epochs=2, output_numpy=True)
+        return np.stack([batch[0] for _ in range(2) for batch in iterator])
+
+    expected = batches(Settings(1, 2))
+    half = len(expected) // 2
+    assert not np.array_equal(expected[:half], expected[half:])  # each epoch in an order of its own
+    for settings in candidates(Settings(1, 2)):
+        np.testing.assert_array_equal(batches(settings), expected)
