@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindferry.data.inputs import Reading, Source
+from mindferry.data.inputs import Reading, Source, pieces
 from mindferry.data.megatron import open_megatron
 from mindferry.data.tokenizer import load_tokenizer
 from mindferry.data.tokens import Job, token_dtype, tokenize
@@ -162,3 +162,50 @@ def test_width_of_an_id() -> None:
     assert token_dtype(65537) == np.int32
     with pytest.raises(MindferryError):
         token_dtype((1 << 31) + 1)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A byte-fallback BPE with a dummy prefix, the kind that Llama has."""
+    import sentencepiece
+
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in help_texts() for line in text.splitlines()),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=590,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_by_whitespace=True,
+        minloglevel=2,
+    )
+    return {"tokenizer.model": directory / "tokenizer.model"}
+
+
+def test_sentencepiece(tmp_path: Path, sentencepiece_files: dict[str, Path]) -> None:
+    import sentencepiece
+
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_files["tokenizer.model"]))
+    ours = load_tokenizer(sentencepiece_files)
+    assert ours.size == 590
+    assert ours.token_to_id("</s>") == theirs.eos_id()
+    assert ours.token_to_id("no such piece") is None
+    for text in (*help_texts(5), "数据 🚢 émigré", "  two  spaces"):
+        (ids,) = ours.encode([text])
+        assert ids.tolist() == theirs.encode(text)
+        assert ours.decode(ids.tolist()) == text
+    long = "\n\n".join(help_texts(40))
+    assert len(long) > 1 << 17
+    # Every text of this kind begins with a space of its own: pieces must not, so they carry a context.
+    (tmp_path / "t.txt").write_text(long)
+    made = list(pieces(Source(tmp_path / "t.txt", "text"), Reading(), ours))
+    assert len(made) > 1
+    assert all(piece.context for piece in made[1:])
+    np.testing.assert_array_equal(
+        ids_of_file(long, tmp_path / "t.txt", sentencepiece_files), np.asarray(theirs.encode(long))
+    )
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(UsageError, match="no tokenizer that can be read"):
+        load_tokenizer({"tokenizer.model": tmp_path / "tokenizer.model"})
