@@ -47,6 +47,8 @@ CASES = [
      "model.model_config.softmax_compute_type", "wrong", "float32"),
     ({"recompute_config.recompute": True, "recompute_config.select_recompute": True},
      "recompute_config.select_recompute", "wrong", False),
+    ({"recompute_config.select_recompute": True}, "recompute_config.select_recompute", "wrong",
+     [r"self_attention\.core_attention"]),
     ({"train_dataset.prefetch_size": 16}, "train_dataset.prefetch_size", "wrong", 2),
     ({"parallel_config.pipeline_stage": 4, "parallel_config.micro_batch_num": 2, "use_parallel": True},
      "parallel_config.micro_batch_num", "wrong", 8),

@@ -31,6 +31,7 @@ class Side:
         peak_memory_bytes: high-water mark of the process after the steps.
         runtime_bytes: its resident memory with the libraries loaded and nothing built.
         sizes: parameters, gradients, optimizer in bytes.
+        losses: of the measured steps (MindSpore sides).
         failure: why it gave nothing, or "".
     """
 
@@ -41,7 +42,7 @@ class Side:
     runtime_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     failure: str = ""
-    tokens_per_step: int = 0
+    losses: list[float] = field(default_factory=list)
 
     def times(self, part: str) -> np.ndarray:
         return np.array(self.series.get(part, []))
@@ -89,6 +90,8 @@ class _Worker:
         found = self.ask(command)
         for part, seconds in (found or {}).get("took", {}).items():
             self.side.series.setdefault(part, []).append(float(seconds))
+        if found is not None and "loss" in found:
+            self.side.losses.append(math.nan if found["loss"] is None else float(found["loss"]))
 
     def close(self) -> None:
         self._process.kill()

@@ -36,7 +36,20 @@ def _main(
 
 
 # The verbs, in the order of --help. Each module has `register(app)` and imports its work when called.
-COMMANDS = ("map", "migrate", "verify", "train", "plan", "export", "data", "doctor", "bench", "compare", "report")
+COMMANDS = (
+    "map",
+    "migrate",
+    "verify",
+    "train",
+    "plan",
+    "export",
+    "data",
+    "doctor",
+    "bench",
+    "tune",
+    "compare",
+    "report",
+)
 
 
 def _register() -> None:

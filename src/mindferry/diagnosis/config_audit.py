@@ -13,6 +13,8 @@ import numpy as np
 
 State = Literal["on", "off", "right", "wrong"]
 HALF = ("float16", "bfloat16")
+# select_recompute: true means patterns that only gated MLPs have; attention must be named.
+ATTENTION_ONLY = [r"self_attention\.core_attention"]
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,11 @@ def recompute(f: Facts) -> Iterator[Judgement]:
         yield (
             "off",
             partly,
-            True,
+            ATTENTION_ONLY,
             "whole layers are computed twice, about a third more work; attention alone is cheaper",
         )
+    elif f[partly] is True and not f["model.model_config.gated_linear_unit"]:
+        yield "wrong", partly, ATTENTION_ONLY, "true means parts of a gated MLP, which this model has not"
     elif f[partly]:
         yield "on", partly, "", "selected parts only"
     else:

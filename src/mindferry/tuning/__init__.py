@@ -1,0 +1,1 @@
+"""One change at a time: measured, kept or reverted, and written down."""

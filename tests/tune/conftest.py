@@ -1,0 +1,3 @@
+"""The tiny run of the benchmark's tests."""
+
+from tests.bench.conftest import tiny  # noqa: F401
