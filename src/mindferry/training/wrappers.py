@@ -7,6 +7,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper.wrapper import MFTrainOneStepCell
 from mindspore import nn, ops
 
+from mindferry.targets.run_yaml import NO_CLIPPING
+
 _overflowed = ops.MultitypeFuncGraph("overflowed")
 _is_finite = ops.IsFinite()
 _smallest = ops.ReduceMin()
@@ -127,11 +129,10 @@ class UpdateStep(nn.Cell):
         self.learning_rate, self.manager = owner.learning_rate, owner.loss_scaling_manager
         self.totals, self.scale = micro.totals, owner.scale_sense
         self.loss_total, self.weight_total = micro.loss_total, micro.weight_total
-        self.use_clip_grad, self.distributed = owner.use_clip_grad, owner.reducer_flag
+        self.distributed = owner.reducer_flag
         self.degree = owner.degree if owner.reducer_flag else 1
         self.sum_over_ranks = ops.AllReduce() if owner.reducer_flag else ops.identity
         self.each = ops.HyperMap()
-        self.no_norm = ms.Tensor([0.0], ms.float32)
 
     def construct(self):
         """Returns loss [1], overflow, loss scale used, learning rate used, gradient norm before clipping."""
@@ -147,9 +148,7 @@ class UpdateStep(nn.Cell):
         overflow = ops.AddN()(self.each(_overflowed, gradients)) > 0.0
         if self.manager is not None:
             overflow = self.manager(self.scale, overflow)
-        norm = self.no_norm
-        if self.use_clip_grad:
-            gradients, norm = self.clip(gradients)
+        gradients, norm = self.clip(gradients)
         rate = self.learning_rate
         if self.optimizer.dynamic_lr:
             # The schedule at global_step, before the optimizer raises it.
@@ -175,8 +174,9 @@ class AccumulatingTrainOneStepCell(MFTrainOneStepCell):
     """
 
     def __init__(self, *args, micro_batches=1, per_token_loss=False, **kwargs):
-        max_grad_norm = kwargs.get("max_grad_norm", 1.0)
-        super().__init__(*args, **kwargs)
+        # The norm is always measured; MindSpore cannot return None from a graph that branches.
+        max_grad_norm = kwargs.get("max_grad_norm", 1.0) if kwargs.get("use_clip_grad") else NO_CLIPPING
+        super().__init__(*args, **{**kwargs, "use_clip_grad": True})
         self.clip_grad_norm = ClipGlobalNorm(max_grad_norm)
         self.micro_batches = micro_batches
         self.micro: MicroStep | None = None
