@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindferry.data.pipeline import Settings, StepTimes, build_pipeline, candidates, measure, step_times
+from mindferry.data.pipeline import (
+    Settings,
+    StepTimes,
+    Timing,
+    build_pipeline,
+    candidates,
+    measure,
+    step_times,
+)
 from mindferry.errors import MindferryError
 
 from .conftest import help_texts
@@ -89,13 +97,25 @@ def test_healthy_run(run: Path) -> None:
     assert not (run / "output").exists()
 
 
-def test_model_that_waits(run: Path) -> None:
-    metrics(run, 0.3, 0.1)
-    code, result = doctor(run, "--seconds", 2)
-    assert code == 1
-    (finding,) = [finding for finding in result["findings"] if finding["id"] == "data.waits"]
-    assert "(75.0%)" in finding["message"]
-    assert "competes with the model for cores" in finding["cause"]  # alone it is far faster than 0.1 s
+@pytest.mark.parametrize(
+    ("pipeline", "gain", "cause", "remedy"),
+    [
+        (0.004, 1.0, "competes with the model for cores", "none of the settings tried is faster"),
+        (0.2, 2.0, "takes longer for a batch than the model", "2.00 times as fast"),
+    ],
+)
+def test_model_that_waits(pipeline: float, gain: float, cause: str, remedy: str) -> None:
+    from mindferry.cli.doctor_data import _waiting
+
+    now = Timing(Settings(1, 2), pipeline, 100)
+    best = Timing(Settings(2, 4), pipeline / gain, 100)
+    (finding,) = _waiting(StepTimes(17, 0.3, 0.1, 0.4), now, best)
+    assert (finding.id, finding.severity) == ("data.waits", "problem")
+    assert "(75.0%)" in finding.message
+    assert cause in finding.cause
+    assert remedy in finding.remedy
+    (finding,) = _waiting(StepTimes(17, 0.004, 0.1, 0.104), now, best)
+    assert (finding.id, finding.severity) == ("data.keeps-up", "info")
 
 
 def test_without_training_and_with_settings_to_write(run: Path) -> None:
