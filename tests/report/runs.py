@@ -73,8 +73,20 @@ def write_run(
     if verify:
         content = {"verdict": "good", "aligned": True, "layers": rows, "gradients": rows, "first_divergence": None,
                    "training": {"steps": 50, "max_loss_diff": 2e-6}}  # fmt: skip
+        half = [{"name": f"embedding{nasty}", "relative_error": 2e-4, "cosine": 1.0, "limit": 2e-3}]
+        content["precision"] = {"dtype": "float16", "rows": half, "first_departure": None}
         (root / "verify.json").write_text(json.dumps(content), encoding="utf-8")
     if bench:
+        tried = [
+            {
+                "change": "amp O2",
+                "decision": "reverted",
+                "step_seconds": 0.1,
+                "peak_memory_bytes": 1e9,
+                "why": "slow",
+            }
+        ]
+        (root / "tune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tried), encoding="utf-8")
         content = {
             "rows": [{"side": "run", "name": "step", "seconds_median": 0.1, "seconds_spread": 0.01}],
             "ratios": [{"name": "step vs portable", "ratio": 1.5, "verdict": "faster"}],

@@ -47,6 +47,8 @@ def test_small_and_self_contained(folder):
     assert "@import" not in text
     assert "url(" not in text
     assert "layer_spec" in text
+    assert "float16 against float32" in text
+    assert "回退" in text
     assert "run.yaml: broken" not in text
 
 

@@ -119,6 +119,12 @@ def speed_words(found: speed.Speed) -> Markup:
     return say(found.verdict, ratio=f"{found.ratio:.2f}")
 
 
+def decision_words(value: Any) -> Markup | str:
+    """A decision of tune.jsonl; what is none of them stays as it is."""
+    key = f"decision_{str(value).replace(' ', '_')}"
+    return say(key) if key in words() else value_text(value)
+
+
 def memory_words(verdict: str) -> Markup:
     return say({"same": "same_memory"}.get(verdict, verdict))
 
@@ -198,6 +204,8 @@ def _alignment(subject: Subject) -> dict[str, Any]:
     lengths = plots.diff_bars([_number(row.get("max_rel_diff")) for row in layers], limit)
     worst = sorted(gradients, key=lambda row: -_number(row.get("max_rel_diff")))[:10]
     training = content.get("training")
+    stated = content.get("precision")
+    half: dict[str, Any] = stated if isinstance(stated, dict) else {}
     return {
         "good": content.get("aligned") is True and content.get("verdict", "good") == "good",
         "first": content.get("first_divergence") or "training",
@@ -205,9 +213,9 @@ def _alignment(subject: Subject) -> dict[str, Any]:
         "gradients": worst,
         "training": training if isinstance(training, dict) else None,
         "limit": limit,
-        "precision": rows_of((content.get("precision") or {}).get("rows"))
-        if isinstance(content.get("precision"), dict)
-        else [],
+        "precision": rows_of(half.get("rows")),
+        "precision_dtype": half.get("dtype"),
+        "precision_first": half.get("first_departure"),
     }
 
 
@@ -313,6 +321,7 @@ def _template() -> Any:
     env.globals.update(
         t=say, tone=tone, rule_speed=speed.RULE, rule_memory=memory.RULE, rule_conv=convergence.RULE
     )
+    env.globals.update(decision=decision_words)
     env.globals.update(conv_words=convergence_words, speed_words=speed_words, memory_words=memory_words)
     return env.get_template("report.html.j2")
 
