@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,26 @@ from mindferry.targets.run_directory import RunDirectory
 seen = precision.view(RunDirectory(Path(sys.argv[1])), "float16")
 Path(sys.argv[2]).write_text(json.dumps(seen.to_json()))
 """
+
+
+def test_a_float16_norm_is_named(tiny, tmp_path):
+    """Activations of some hundreds square beyond float16's 65504 once the norm computes in it."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(tiny / "run", tmp_path / "run", ignore=shutil.ignore_patterns("logs"))
+    for path in (tmp_path / "run/model").glob("*.safetensors"):
+        tensors = {n: v * (6000 if n.startswith("embedding.") else 1) for n, v in load_file(path).items()}
+        save_file(tensors, path)
+    yaml = tmp_path / "run/run.yaml"
+    yaml.write_text(
+        yaml.read_text().replace("layernorm_compute_type: float32", "layernorm_compute_type: float16")
+    )
+    out = tmp_path / "view.json"
+    done = subprocess.run(
+        [sys.executable, "-c", VIEW, tmp_path / "run", out], capture_output=True, text=True, check=False
+    )
+    assert out.is_file(), done.stderr[-2000:]
+    assert json.loads(out.read_text())["first_departure"] == "decoder.layers.0.input_layernorm"
 
 
 def test_float16_of_a_real_run(tiny, tmp_path):

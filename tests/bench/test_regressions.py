@@ -58,6 +58,7 @@ def test_doubled_learning_rate_parts_the_curves(train, base):
     assert found.verdict != "same"
 
 
+@pytest.mark.long
 def test_swapped_gelu_shows_in_the_first_loss_but_not_in_the_curve_standard(train, base):
     """The curve cannot tell the two GELUs apart by mindformers' standard; that is what verify is for."""
     swapped = train("swapped", {"model.model_config.activation": "gelu_erf"})
