@@ -54,6 +54,18 @@ def test_fifty_steps_of_training_agree(run: Path, source: Path) -> None:
     assert parity.target_losses[-1] < parity.target_losses[0]
 
 
+def test_the_fused_layers_are_aligned_too(source: Path, corpus: Path, tmp_path: Path) -> None:
+    """Same run, our kernels: nobody has to migrate or convert again."""
+    from mindferry import kernels
+
+    state = kernels.state()
+    run = make_run(source, corpus, tmp_path / "run", layer_spec="fused")
+    found = align(RunDirectory.open(run), source)
+    assert found.aligned, (found, state)
+    parity = train_both(RunDirectory.open(run), source, steps=10)
+    assert parity.good, parity
+
+
 def change_weights(run: Path, change: Any) -> None:
     path = run / "model" / "model.safetensors"
     tensors = dict(load_file(path))
