@@ -337,3 +337,20 @@ def test_activation_table_against_transformers(name: str, function: str) -> None
 
     x = torch.linspace(-5, 5, 201, dtype=torch.float64)
     np.testing.assert_allclose(ACT2FN[name](x).numpy(), ACTIVATIONS[function](x.numpy()), rtol=0, atol=1e-9)
+
+
+def test_eight_bit_floats_are_refused(tmp_path: Path) -> None:
+    """They mean nothing without their scales, which no rule knows."""
+    import ml_dtypes
+
+    make_gpt2(tmp_path / "src")
+
+    def narrow(tensors):
+        name = "transformer.h.0.mlp.c_fc.weight"
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+
+    rewrite(tmp_path / "src", narrow)
+    with pytest.raises(
+        MindferryError, match=r"no plain floating-point numbers: h.0.mlp.c_fc.weight \(float8_e4m3fn\)"
+    ):
+        open_source(tmp_path / "src")

@@ -13,7 +13,7 @@ from mindferry.sources.assemble import Options, assemble
 from mindferry.sources.family import Common, declaration
 from mindferry.sources.huggingface import tokenizer_files
 from mindferry.sources.source import Source
-from mindferry.sources.yaml_file import read_yaml_object
+from mindferry.sources.yaml_file import MAX_YAML_BYTES, read_yaml_object
 from mindferry.weights.header import damaged, valid_name
 from mindferry.weights.tensor_store import MemoryStore, SafetensorsStore, TensorStore, check_link
 
@@ -22,9 +22,14 @@ MAX_CHECKPOINT_BYTES = 1 << 40
 
 def find(path: Path) -> tuple[Path, Path] | None:
     """(YAML, checkpoint) when directory `path` holds such a model."""
-    configs = [file for file in sorted(path.glob("*.yaml")) if b"GPT2" in file.read_bytes()[: 1 << 20]]
+    configs = [file for file in sorted(path.glob("*.yaml")) if file.is_file() and _mentions_gpt2(file)]
     weights = sorted([*path.glob("*.ckpt"), *path.glob("*.safetensors")])
     return (configs[0], weights[0]) if len(configs) == 1 and len(weights) == 1 else None
+
+
+def _mentions_gpt2(file: Path) -> bool:
+    with open(file, "rb") as handle:
+        return b"GPT2" in handle.read(MAX_YAML_BYTES)
 
 
 def open_mindformers_gpt2(path: Path, config: Path, weights: Path, options: Options) -> Source:

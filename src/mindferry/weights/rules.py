@@ -295,12 +295,12 @@ def _misshaped(
                 wrong.append(f"{name} found {list(store.shape(name))}, expected {list(shape)}")
                 fields = [f for dim in symbols[step.target] for f in dim if not f.isdigit()]
                 keys += [key_of.get(field, field) for field in fields]
-            elif store.dtype(name).kind not in "fV":
+            elif store.dtype(name).kind not in "fV" or store.dtype(name).itemsize < 2:
                 odd.append(f"{name} ({store.dtype(name).name})")
     problems = []
     if wrong:
         follow = ", ".join(dict.fromkeys(keys))
         problems.append(f"{len(wrong)} of another shape: {listing(wrong)} (shapes follow from {follow})")
     if odd:
-        problems.append(f"{len(odd)} are not floating point: {listing(odd)}")
+        problems.append(f"{len(odd)} are no plain floating-point numbers: {listing(odd)}")
     return problems
