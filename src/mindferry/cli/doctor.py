@@ -172,11 +172,12 @@ def everything(
     run: Path | None = typer.Option(None, "--run", metavar="RUN", help="Look at this run, too."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
-    """Run what applies: the machine; with --run also its last start and its loss."""
+    """Run what applies: the machine; with --run also its last start, its run.yaml and its loss."""
     return _everything(run)
 
 
 def _everything(run: Path | None) -> Result:
+    from mindferry.cli import doctor_config
     from mindferry.diagnosis.environment import checks, facts, needs, smoke
     from mindferry.diagnosis.startup.report import findings_of, read
 
@@ -195,6 +196,10 @@ def _everything(run: Path | None) -> Result:
             findings += started
             checked.append("startup")
             text.append(f"last start ({log}): {started[0].message}")
+        items, advice = doctor_config.look(run)
+        findings += [item for item in advice if item.severity == "problem"]
+        checked.append("config")
+        text.append(doctor_config.table(items))
         if not any(item.severity == "problem" for item in findings):
             import tempfile
 

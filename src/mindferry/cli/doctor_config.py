@@ -21,6 +21,14 @@ def config(
 
     Names the line to change; changes nothing.
     """
+    items, findings = look(path)
+    wrong = any(item.state == "wrong" for item in items)
+    extra = {"checked": [vars(item) for item in items]}
+    return Result("problem" if wrong else "good", findings, extra, table(items))
+
+
+def look(path: Path) -> tuple[list[Any], list[Finding]]:
+    """The audited items of the run.yaml (or run directory) at `path`, and what to say about them."""
     from mindferry.diagnosis.config_audit import audit
 
     items = audit(path)
@@ -34,10 +42,12 @@ def config(
         for item in items
         if item.state in ("wrong", "off") and item.wanted != ""
     ]
-    wrong = any(item.state == "wrong" for item in items)
-    text = [f"{item.state:6} {item.name:26} {_place(item)} = {_yaml(item.found)}" for item in items]
-    extra = {"checked": [vars(item) for item in items]}
-    return Result("problem" if wrong else "good", findings, extra, "\n".join(text))
+    return items, findings
+
+
+def table(items: list[Any]) -> str:
+    """One line for each item."""
+    return "\n".join(f"{item.state:6} {item.name:26} {_place(item)} = {_yaml(item.found)}" for item in items)
 
 
 def _place(item: Any) -> str:
