@@ -141,7 +141,7 @@ def _scrub(text: str) -> str:
         (socket.gethostname(), "worker-host"),
     ):
         text = text.replace(old, new)
-    text = re.sub(r"/root/\.pyenv/versions/[\d.]+", "/usr", text)
+    text = re.sub(r"/\S*?\.pyenv/versions/[\d.]+", "/usr", text)
     return re.sub(r"/tmp/[\w.-]+", "/tmp/run", text)
 
 
