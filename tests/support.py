@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindferry.spec import ModelSpec
+
 SEQ_LENGTH = 32
 
 
@@ -55,6 +57,29 @@ def make_source(directory: Path, *, seed: int = 0, **config: Any) -> Path:
                 parameter.copy_(0.1 * noise)
     model.save_pretrained(str(directory), safe_serialization=True)
     return directory
+
+
+def gpt2_spec(**changes: Any) -> ModelSpec:
+    """A small GPT-2 as a ModelSpec."""
+    settings = {
+        "family": "gpt2",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 64,
+        "max_position_embeddings": 8,
+        "position_embedding": "learned_absolute",
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": 1e-5,
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "tie_word_embeddings": False,
+    }
+    return ModelSpec(**{**settings, **changes})
 
 
 def make_run(source: Path, corpus: Path, out: Path, **choices: Any) -> Path:

@@ -219,3 +219,16 @@ def test_a_failure_inside_the_engine_is_explained(run: Path) -> None:
     assert finding["id"] != "train.failed", "the knowledge base has an entry for a wrong column"
     assert finding["cause"]
     assert "train.log" in finding["remedy"]
+
+
+def test_a_directory_of_data_trains_as_its_files_do(run: Path) -> None:
+    """dataset_dir is mindformers' other way to name the data; every part of mindferry must find the same files."""
+    directory = RunDirectory.open(run)
+    train(directory, Options(steps=2))
+    by_file = losses(run)
+    text = (run / "run.yaml").read_text(encoding="utf-8")
+    named = "    dataset_files:\n    - ./data/train.mindrecord\n"
+    assert named in text
+    (run / "run.yaml").write_text(text.replace(named, "    dataset_dir: ./data\n"), encoding="utf-8")
+    train(directory, Options(steps=2, restart=True))
+    assert losses(run) == by_file

@@ -8,26 +8,21 @@ import pytest
 import yaml
 
 from mindferry.errors import UsageError
-from mindferry.spec import ModelSpec, Recipe, Schedule
+from mindferry.spec import Recipe, Schedule
 from mindferry.targets import run_yaml
 
-SPEC = ModelSpec(
-    family="gpt2",
+from ..support import gpt2_spec
+
+SPEC = gpt2_spec(
     vocab_size=300,
     hidden_size=48,
-    num_layers=2,
     num_attention_heads=4,
     num_query_groups=4,
     kv_channels=12,
     ffn_hidden_size=100,
     max_position_embeddings=64,
-    position_embedding="learned_absolute",
-    normalization="LayerNorm",
     layernorm_epsilon=1e-6,
     activation="gelu_erf",
-    add_bias_linear=True,
-    add_qkv_bias=True,
-    tie_word_embeddings=False,
 )
 RECIPE = Recipe(schedule=Schedule(learning_rate=1e-5, total_steps=10), seq_length=32)
 
@@ -112,3 +107,24 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
 def test_a_missing_file_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         run_yaml.read(tmp_path / "run.yaml")
+
+
+def test_data_files_are_found_as_mindformers_finds_them(tmp_path: Path) -> None:
+    """dataset_dir first, every file below it whose name ends in mindrecord and digits; else dataset_files."""
+    names = ["b.mindrecord", "a.mindrecord0", "deeper/c.mindrecord", "a.mindrecord.db", "notes.txt"]
+    for name in names:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def content(**loader: object) -> dict:
+        return {"train_dataset": {"data_loader": {"type": "MindDataset", **loader}}}
+
+    found = run_yaml.data_files(content(dataset_dir="data", dataset_files=["other"]), tmp_path)
+    assert found == [
+        tmp_path / "data" / name for name in ("a.mindrecord0", "b.mindrecord", "deeper/c.mindrecord")
+    ]
+    assert run_yaml.data_files(content(dataset_files="./data/x"), tmp_path) == [tmp_path / "data" / "x"]
+    for nothing in ({}, {"dataset_dir": "empty"}):
+        with pytest.raises(UsageError, match="no MindRecord files"):
+            run_yaml.data_files(content(**nothing), tmp_path)

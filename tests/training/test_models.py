@@ -6,6 +6,8 @@ import pytest
 
 from mindferry.errors import UsageError
 
+from ..support import gpt2_spec
+
 
 @pytest.fixture(scope="module", autouse=True)
 def context() -> None:
@@ -69,27 +71,9 @@ def test_reference_and_portable_have_one_parameter_tree(tied: bool) -> None:
 
 
 def test_the_tree_is_what_weights_are_converted_to() -> None:
-    from mindferry.spec import ModelSpec
     from mindferry.weights import target_names
 
-    spec = ModelSpec(
-        family="gpt2",
-        vocab_size=50,
-        hidden_size=16,
-        num_layers=2,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=8,
-        ffn_hidden_size=64,
-        max_position_embeddings=8,
-        position_embedding="learned_absolute",
-        normalization="LayerNorm",
-        layernorm_epsilon=1e-5,
-        activation="gelu_tanh",
-        add_bias_linear=True,
-        add_qkv_bias=True,
-        tie_word_embeddings=False,
-    )
+    spec = gpt2_spec()
     network = build(tie_word_embeddings=False)
     parameters = {p.name: tuple(p.shape) for p in network.get_parameters()}
     assert parameters == {name: tuple(shape) for name, shape in target_names(spec).items()}

@@ -15,15 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mindferry.training.memory import status_bytes
+
 WARM_STEPS = 3
-
-
-def status_bytes(name: str) -> int:
-    """VmHWM or VmRSS of this process in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 class Line:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mindferry.errors import MindferryError, UsageError
 from mindferry.targets.run_directory import RunDirectory
-from mindferry.targets.run_yaml import ARCHITECTURES
+from mindferry.targets.run_yaml import ARCHITECTURES, COLUMNS, data_files
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ def first_batch(content: Mapping[str, Any], size: int) -> Batch:
     """The first `size` rows of the run's training data, in file order."""
     from mindspore.dataset import MindDataset
 
-    loader = content["train_dataset"]["data_loader"]
-    columns = ["input_ids", "labels", "loss_mask", "position_ids"]
-    rows = MindDataset(
-        loader.get("dataset_files") or loader["dataset_dir"], columns_list=columns, shuffle=False
-    )
+    files = [str(path) for path in data_files(content)]
+    rows = MindDataset(files, columns_list=list(COLUMNS), shuffle=False)
     rows = rows.take(size).batch(size, drop_remainder=False)
     for values in rows.create_tuple_iterator(num_epochs=1, output_numpy=True):
         return Batch(*(np.ascontiguousarray(value, dtype=np.int32) for value in values))

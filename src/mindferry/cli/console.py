@@ -51,18 +51,18 @@ class Result:
     exit_code: int | None = None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON-safe copy: paths as text, numpy scalars as numbers, NaN and infinities as strings."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if hasattr(value, "item"):
-        return _plain(value.item())
+        return plain(value.item())
     return str(value)
 
 
@@ -74,7 +74,7 @@ def _emit_json(command: str, verdict: str, findings: list[Finding], extra: dict[
         "findings": [vars(f) for f in findings],
         **extra,
     }
-    sys.stdout.write(json.dumps(_plain(payload), ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(plain(payload), ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 

@@ -25,16 +25,6 @@ _WORTH_WRITING = 1.10
 _SAMPLE_ROWS = 256
 
 
-def _files(run: RunDirectory, content: dict[str, Any]) -> list[Path]:
-    """The MindRecord files of train_dataset, absolute."""
-    loader = content["train_dataset"]["data_loader"]
-    named = loader.get("dataset_files") or []
-    paths = [run.root / name for name in ([named] if isinstance(named, str) else named)]
-    if loader.get("dataset_dir"):
-        paths += sorted((run.root / loader["dataset_dir"]).glob("*.mindrecord*[!b]"))
-    return [path.resolve() for path in paths]
-
-
 def _sample(run: RunDirectory, path: Path, content: dict[str, Any]) -> tuple[TokenStatistics, list[Finding]]:
     from mindferry.data import load_tokenizer, sample_tokens, token_statistics
     from mindferry.data.tokenizer import FILE_NAMES
@@ -162,7 +152,7 @@ def data(
     directory = RunDirectory.open(run)
     content = run_yaml.read(directory.yaml)
     section = content["train_dataset"]
-    files = _files(directory, content)
+    files = run_yaml.data_files(content, directory.root)
     seq_length = int(content["model"]["model_config"].get("seq_length") or 0)
     for path in files:
         check_mindrecord(path, section["input_columns"], seq_length)

@@ -63,12 +63,12 @@ def verify(
 
 def _keep(directory: Any, against: Path, verdict: str, extra: dict[str, Any]) -> None:
     """Leave the result in RUN/verify.json for `report`; a run that cannot be written to is compared all the same."""
-    from mindferry.cli.console import _plain
+    from mindferry.cli.console import plain
     from mindferry.targets.run_directory import write_json
 
     content = {"against": str(against), "verdict": verdict, **extra}
     with contextlib.suppress(OSError):
-        write_json(directory.root / "verify.json", _plain(content))
+        write_json(directory.root / "verify.json", plain(content))
 
 
 def _findings(found: Alignment, training: Parity | None) -> list[Finding]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from mindferry.errors import MindferryError
 from mindferry.weights.header import damaged, valid_name
-from mindferry.weights.tensor_store import Shape, TensorStore, check_link, listing, read_index
+from mindferry.weights.tensor_store import Shape, TensorStore, check_link, check_listed, read_index
 
 # The first release whose weights-only unpickler has no known memory corruption (CVE-2026-24747).
 MIN_TORCH = (2, 10)
@@ -253,17 +253,5 @@ def open_bin_index(index: Path) -> TorchStore:
         check_link(index.parent, file)
         parts.append((file, state_dict(file, load_pickled(file))))
     store = TorchStore(parts)
-    found = set(store.names())
-    ghosts = [name for name in table if name not in found]
-    if ghosts:
-        raise damaged(
-            index,
-            f"{len(ghosts)} tensors are listed but in no shard: {listing(ghosts)}",
-            id="weights.ghost-tensor",
-        )
-    unlisted = [name for name in found if name not in table]
-    if unlisted:
-        store.warnings.append(
-            f"{index.name}: {len(unlisted)} tensors of the shards are not listed: {listing(sorted(unlisted))}"
-        )
+    check_listed(index, table, store.names(), store.warnings)
     return store

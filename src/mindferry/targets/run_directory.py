@@ -78,6 +78,15 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def sync_directory(path: Path) -> None:
+    """Make the names in `path` durable: a rename survives a power loss only after that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of indented JSON."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -343,6 +343,35 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def data_files(content: Mapping[str, Any], root: Path = Path()) -> list[Path]:
+    """The files that train_dataset reads, absolute; `root` is where relative paths start.
+
+    As mindformers' CausalLanguageModelDataset: `dataset_dir` before `dataset_files`; in it and below every file
+    whose name ends in "mindrecord" and digits.
+
+    Raises:
+        UsageError: neither is given, or the directory holds no such file.
+    """
+    loader = content["train_dataset"]["data_loader"]
+    if loader.get("dataset_dir"):
+        directory = (root / loader["dataset_dir"]).resolve()
+        found = sorted(
+            path
+            for path in directory.rglob("*")
+            if path.is_file() and re.search(r"mindrecord\d*$", path.name)
+        )
+    else:
+        named = loader.get("dataset_files") or []
+        found = [(root / name).resolve() for name in ([named] if isinstance(named, str) else named)]
+    if not found:
+        raise UsageError(
+            f"{root / 'run.yaml'}: train_dataset.data_loader: no MindRecord files",
+            remedy="name them in dataset_files, or a directory that holds them in dataset_dir",
+            id="data.no-files",
+        )
+    return found
+
+
 def _explain(path: Path, err: Any, raw: dict[str, Any], model: Any) -> UsageError:
     """All schema violations in one error, unknown keys with the nearest known one."""
     problems = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +17,8 @@ from mindferry.layers.dropout import COUNTER, count_steps
 from mindferry.training import checkpoints
 from mindferry.training.interruption import Interruption
 from mindferry.training.loss_scale import ScaleWatch
+from mindferry.training.memory import status_bytes
 from mindferry.training.wrappers import TRANSIENT
-
-
-def peak_memory_bytes() -> int:
-    """High-water mark of this process's resident memory (VmHWM); MindSpore's counter is 0 on a CPU."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    return int(match.group(1)) * 1024 if match else 0
 
 
 def _scalar(value: Any) -> float | None:
@@ -107,7 +101,7 @@ class StepMetrics(Callback):
             "compute_time": end - self._begin,
             "step_time": step_time,
             "tokens_per_second": tokens / step_time,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": status_bytes("VmHWM"),
             "skipped_steps": self._watch.skipped + bool(_scalar(outputs[1])),
         }
         self._file.write(json.dumps(_finite(record)) + "\n")

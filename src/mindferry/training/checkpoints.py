@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mindferry.errors import MindferryError
+from mindferry.targets.run_directory import sync_directory
 
 _NAME = re.compile(r"^step-(\d{8,})$")
 MODEL = "model/model.safetensors"
@@ -57,14 +58,6 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def save(
     root: Path,
     step: int,
@@ -96,11 +89,11 @@ def save(
             _write(partial / name, data)
             manifest[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         _write(partial / MANIFEST, json.dumps({"step": step, "files": manifest}, indent=2).encode())
-        _sync(partial / "model")
-        _sync(partial)
+        sync_directory(partial / "model")
+        sync_directory(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-        _sync(root)
+        sync_directory(root)
     except OSError as err:
         shutil.rmtree(partial, ignore_errors=True)
         raise MindferryError(

@@ -443,5 +443,4 @@ def _rows(content: dict[str, Any]) -> int:
     """Number of sequences in the training data."""
     from mindspore.dataset import MindDataset
 
-    loader = content["train_dataset"]["data_loader"]
-    return MindDataset(loader.get("dataset_files") or loader["dataset_dir"]).get_dataset_size()
+    return MindDataset([str(path) for path in run_yaml.data_files(content)]).get_dataset_size()

@@ -117,12 +117,12 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
         transformer_config = self.convert_to_transformer_config(settings)
         portable = settings.layer_spec != "reference"
         check_reference(settings)
+        rotary = _rotary(settings, transformer_config) if portable else None
         fused = settings.layer_spec == "fused" and _fused_works(transformer_config, settings)
         if fused:
             from mindferry.layers.fused import FusedGPTModel, fused_layer_spec, make_fused
 
             model_class = FusedGPTModel
-            rotary = _rotary(settings, transformer_config)
             spec = fused_layer_spec(
                 transformer_config, settings.activation, rotary[0].shape[1] if rotary else 0
             )
@@ -155,7 +155,7 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
         if fused:
             make_fused(self.model, transformer_config, settings.embedding_dropout, rotary)
         elif portable:
-            make_portable(self.model, _rotary(settings, transformer_config))
+            make_portable(self.model, rotary)
             embedding = self.model.embedding
             embedding.embedding_dropout_prob = settings.embedding_dropout
             embedding.embedding_dropout = PortableDropout(settings.embedding_dropout)

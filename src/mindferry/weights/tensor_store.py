@@ -6,7 +6,7 @@ import json
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -271,23 +271,33 @@ def read_index(index: Path) -> dict[str, str]:
     return table
 
 
-def _check_index(index: Path, table: dict[str, str], found: dict[str, str], warnings: list[str]) -> None:
-    ghosts = [name for name in table if name not in found]
+def check_listed(index: Path, table: Iterable[str], found: Iterable[str], warnings: list[str]) -> None:
+    """Every tensor that the index lists is in a shard; those of the shards that it does not list are a warning.
+
+    Raises:
+        MindferryError: a listed tensor is in no shard.
+    """
+    listed, there = list(table), set(found)
+    ghosts = [name for name in listed if name not in there]
     if ghosts:
         raise damaged(
             index,
             f"{len(ghosts)} tensors are listed but in no shard: {listing(ghosts)}",
             id="weights.ghost-tensor",
         )
+    unlisted = sorted(there - set(listed))
+    if unlisted:
+        warnings.append(
+            f"{index.name}: {len(unlisted)} tensors of the shards are not listed: {listing(unlisted)}"
+        )
+
+
+def _check_index(index: Path, table: dict[str, str], found: dict[str, str], warnings: list[str]) -> None:
+    check_listed(index, table, found, warnings)
     elsewhere = [name for name, file in table.items() if found[name] != file]
     if elsewhere:
         warnings.append(
             f"{index.name}: {len(elsewhere)} tensors lie in another shard than listed: {listing(elsewhere)}"
-        )
-    unlisted = [name for name in found if name not in table]
-    if unlisted:
-        warnings.append(
-            f"{index.name}: {len(unlisted)} tensors of the shards are not listed: {listing(unlisted)}"
         )
     beside = sorted(
         path.name for path in index.parent.glob("model-*-of-*.safetensors") if path.name not in table.values()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mindferry.errors import MindferryError
+from mindferry.targets.run_directory import sync_directory
 from mindferry.weights.dtypes import cast, count_not_finite
 from mindferry.weights.tensor_store import SAFETENSORS_DTYPE, Shape
 
@@ -111,7 +112,7 @@ def write_checkpoint(
             index = {"metadata": {"total_size": total}, "weight_map": table}
             written.append(out_dir / "model.safetensors.index.json")
             _write_bytes(written[-1], (json.dumps(index, indent=1) + "\n").encode())
-        _sync_directory(out_dir)
+        sync_directory(out_dir)
     except BaseException as err:
         for path in written:
             path.unlink(missing_ok=True)
@@ -196,11 +197,3 @@ def _write_bytes(path: Path, data: bytes) -> None:
         _write_all(handle, data)
         os.fsync(handle.fileno())
     os.replace(_partial(path), path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

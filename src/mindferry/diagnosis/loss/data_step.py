@@ -42,12 +42,12 @@ def _dataset(content: Mapping[str, Any], **order: Any) -> Any:
     """The run's MindDataset with `shuffle` or `sampler`; seeded as the run is."""
     import mindspore.dataset as ds
 
+    from mindferry.targets.run_yaml import data_files
+
     block = content["train_dataset"]
-    loader = block["data_loader"]
     ds.config.set_seed(block.get("seed", 0))
-    return ds.MindDataset(
-        loader.get("dataset_files") or loader["dataset_dir"], columns_list=block["input_columns"], **order
-    )
+    files = [str(path) for path in data_files(content)]
+    return ds.MindDataset(files, columns_list=block["input_columns"], **order)
 
 
 def _collect(data: Any, names: list[str], limit: int) -> Rows:
