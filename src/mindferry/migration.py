@@ -277,6 +277,8 @@ def migrate(
             seq_length=choices.seq_length,
             vocab_size=source.spec.vocab_size,
             eos_token_id=source.spec.eos_token_id,
+            # Beside `out`, not in the staging directory: that one goes with a process that was killed.
+            work_dir=staging.parent / f".{out.resolve().name}.unfinished",
             progress=ticks.data,
         )
         weights = convert(source, staging / "model", dtype="float32", progress=ticks.weights)

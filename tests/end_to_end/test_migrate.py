@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +187,6 @@ def test_force_never_deletes_what_is_no_run(source: Path, corpus: Path, tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_nothing(source: Path, corpus: Path, tmp_path: Path) -> None:
-    import subprocess
-
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], check=False)
@@ -199,3 +200,51 @@ def test_a_full_disk_leaves_nothing(source: Path, corpus: Path, tmp_path: Path) 
     assert done.returncode == 1
     assert "space" in done.stderr
     assert left == []
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mindferry.data import tokens
+from mindferry.migration import Choices, Ticks, migrate
+source, corpus, out = map(Path, sys.argv[1:])
+tokens.BATCH_CHARACTERS, tokens.JOURNAL_CHARACTERS = 5_000, 20_000
+class Killer:
+    calls = 0
+    def advance(self, n, note=""):
+        self.calls += 1
+        if self.calls == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+migrate(source, [corpus], out, Choices(seq_length=32, steps=60), ticks=Ticks(data=Killer()))
+"""
+
+
+def test_killed_in_the_data_it_goes_on_there(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """SIGKILL while tokenizing: the second call does the rest only, and the data are byte for byte the same."""
+    from mindferry.data import tokens
+
+    corpus = tmp_path / "corpus.jsonl"
+    texts = [f"document {i}, with the number {i * i} in it" * 5 for i in range(1000)]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole = make_run(source, corpus, tmp_path / "a" / "run")
+    out = tmp_path / "b" / "run"
+    words = [sys.executable, "-c", _KILLED, str(source), str(corpus), str(out)]
+    done = subprocess.run(words, capture_output=True, check=False, timeout=200)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not out.exists()
+    assert (out.parent / ".run.unfinished" / "journal.json").is_file()
+    loaded = []
+    real = tokens.Journal.load.__func__  # type: ignore[attr-defined]
+
+    def load(cls: Any, path: Path, fingerprint: str) -> Any:
+        loaded.append(real(cls, path, fingerprint))
+        characters.append(loaded[-1].counts.characters)
+        return loaded[-1]
+
+    characters: list[int] = []
+    monkeypatch.setattr(tokens.Journal, "load", classmethod(load))
+    make_run(source, corpus, out)
+    assert characters[0] >= 20_000  # what was done is not done again
+    for name in ("train.mindrecord", "train.mindrecord.db"):
+        assert (out / "data" / name).read_bytes() == (whole / "data" / name).read_bytes(), name
+    assert [path.name for path in out.parent.iterdir()] == ["run"]

@@ -72,11 +72,13 @@ def _check_settings(seq_length: int, vocab_size: int, eos_token_id: int | None, 
 
 
 @contextlib.contextmanager
-def _workspace(out_dir: Path, work_dir: Path | None, needed: Callable[[], int]) -> Iterator[Path]:
+def _workspace(
+    out_dir: Path, work_dir: Path | None, needed: Callable[[], int], keep_when_full: bool = True
+) -> Iterator[Path]:
     """A directory to work in. Without `work_dir` it is temporary, and a failure leaves nothing behind.
 
-    A given `work_dir` stays after an interruption or a full disk, for the next attempt; when all is well, or when
-    the input is at fault, it goes. `needed()` gives the bytes to ask for when the disk is full.
+    A given `work_dir` stays after an interruption or (`keep_when_full`) a full disk, for the next attempt; when all
+    is well, or when the input is at fault, it goes. `needed()` gives the bytes to ask for when the disk is full.
     """
     from filelock import FileLock, Timeout
 
@@ -108,7 +110,8 @@ def _workspace(out_dir: Path, work_dir: Path | None, needed: Callable[[], int]) 
             err.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(err, OSError) else "free disk" in str(err)
         )
         if full or shutil.disk_usage(work).free < 1 << 20:
-            raise _disk_full(out_dir, needed(), kept=work_dir is not None) from None
+            keep = keep and keep_when_full
+            raise _disk_full(out_dir, needed(), kept=keep) from None
         raise
     finally:
         lock.release()
@@ -161,6 +164,7 @@ def build_dataset(
     eos_token_id: int | None,
     options: DataOptions | None = None,
     work_dir: Path | None = None,
+    keep_when_full: bool = True,
     progress: Any = None,
 ) -> DataReport:
     """Tokenize a corpus and write out_dir/train.* and, with a valid_fraction, out_dir/valid.*.
@@ -174,6 +178,7 @@ def build_dataset(
         tokenizer: a Tokenizer, or name -> path of its files; not used when no source holds text.
         vocab_size: rows of the model's embedding; an id beyond is an error.
         work_dir: where unfinished work is kept; a second call with the same input goes on from there.
+        keep_when_full: whether it stays on a full disk, too.
         progress: an object with `.advance(n, note="")`, told the bytes read.
 
     Raises:
@@ -199,7 +204,7 @@ def build_dataset(
         if progress is not None:
             progress.advance(read, note=note)
 
-    with _workspace(out_dir, work_dir, lambda: _needed(report, job)) as work:
+    with _workspace(out_dir, work_dir, lambda: _needed(report, job), keep_when_full) as work:
         counts, prefixes = tokenize(job, work, workers=options.workers, advance=advance)
         _count(report, counts, prefixes)
         for name, split in report.splits.items():
@@ -318,9 +323,10 @@ def build_mindrecord(
     seq_length: int,
     vocab_size: int,
     eos_token_id: int | None,
+    work_dir: Path | None = None,
     progress: Any = None,
 ) -> DataReport:
-    """`build_dataset` with its defaults: out_dir/train.mindrecord and its .db, packed."""
+    """`build_dataset` with its defaults: out_dir/train.mindrecord and its .db, packed; a full disk leaves nothing."""
     return build_dataset(
         corpus,
         tokenizer_files,
@@ -328,5 +334,7 @@ def build_mindrecord(
         seq_length=seq_length,
         vocab_size=vocab_size,
         eos_token_id=eos_token_id,
+        work_dir=work_dir,
+        keep_when_full=False,
         progress=progress,
     )
