@@ -437,6 +437,17 @@ def test_end_of_text_in_the_text_is_special(tmp_path: Path, tokenizer_dir: Path)
     assert 0 in streams[0]
 
 
+def test_an_index_whose_schema_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "train.mindrecord"
+    write_mindrecord(path, two_rows(), 5)
+    index = tmp_path / "train.mindrecord.db"
+    damaged = index.read_bytes().replace(b"CREATE TABLE INDEXES", b"CREATE \xd9ABLE INDEXES")
+    assert damaged != index.read_bytes()
+    index.write_bytes(damaged)
+    with pytest.raises(MindferryError, match="no index of a MindRecord"):
+        inspect_mindrecord(path)
+
+
 def fuzz(tmp_path: Path, mutations: int, seconds: float) -> int:
     """Random damage to the header, the size and the index; the inspection reads it or says what is wrong."""
     path = tmp_path / "train.mindrecord"

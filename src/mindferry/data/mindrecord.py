@@ -174,7 +174,7 @@ def _index_rows(path: Path) -> int:
             (rows,) = connection.execute("SELECT COUNT(*) FROM INDEXES").fetchone()
         finally:
             connection.close()
-    except sqlite3.Error as err:
+    except (sqlite3.Error, UnicodeDecodeError) as err:  # sqlite quotes damaged bytes in its message
         raise _damaged(index, f"no index of a MindRecord: {err}") from None
     return int(rows)
 
