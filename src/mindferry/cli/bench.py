@@ -8,7 +8,8 @@ from typing import Any
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command
+from mindferry.cli.console import Progress, Result, command
+from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry bench run/ --against gpt2/"
 

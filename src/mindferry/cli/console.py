@@ -16,22 +16,9 @@ from typing import Any, Literal
 
 from mindferry import __version__
 from mindferry.errors import MindferryError, printable
-
-Severity = Literal["info", "warning", "problem"]
+from mindferry.findings import Finding
 
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing a command noticed, in the form that `--json` promises."""
-
-    id: str
-    severity: Severity
-    message: str
-    cause: str = ""
-    remedy: str = ""
-    evidence: str = ""
 
 
 @dataclass

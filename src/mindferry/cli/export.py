@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command
+from mindferry.cli.console import Progress, Result, command
+from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry export run/ --to hf --out gpt2-trained/"
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mindferry.cli.choices import assumed
-from mindferry.cli.console import Finding, Result, command
+from mindferry.cli.console import Result, command
 from mindferry.errors import printable
+from mindferry.findings import Finding
 
 if TYPE_CHECKING:
     from mindferry.sources.mapping import Mapping, Module

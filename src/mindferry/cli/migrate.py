@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command
+from mindferry.cli.console import Progress, Result, command
+from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry migrate gpt2/ --data corpus/ --out run/ --seq-length 1024"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from mindferry.cli.console import Finding, Result, command
+from mindferry.cli.console import Result, command
+from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry report run/ earlier-run/"
 

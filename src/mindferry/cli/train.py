@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command, output_to
+from mindferry.cli.console import Progress, Result, command, output_to
 from mindferry.errors import MindferryError
+from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry train run/ --steps 100"
 
@@ -30,6 +31,7 @@ def train(
     """
     from mindferry.cli.choices import one_of
     from mindferry.diagnosis.loss.band import Band
+    from mindferry.diagnosis.startup.report import explained
     from mindferry.errors import UsageError
     from mindferry.targets.run_directory import RunDirectory
     from mindferry.training import engine
@@ -64,26 +66,8 @@ def train(
         try:
             outcome = engine.train_logged(directory, options, log)
         except MindferryError as err:
-            raise _explained(err, log) from err
+            raise explained(err, log) from err
     return _result(directory, outcome, warnings)
-
-
-def _explained(err: MindferryError, log: Path) -> MindferryError:
-    """A failure inside the engine with the cause that the doctor's knowledge base names, where it knows one."""
-    from mindferry.diagnosis.startup.report import diagnose_exception
-
-    if err.__cause__ is None:
-        return err
-    known = next((item for item in diagnose_exception(err.__cause__) if item.remedy), None)
-    if known is None:
-        return err
-    return MindferryError(
-        f"{err.message} [{known.message}]",
-        cause=known.cause,
-        remedy=f"{known.remedy} (the whole trace is in {log})",
-        id=known.id,
-        evidence=known.evidence,
-    )
 
 
 def _result(directory: Any, outcome: Any, warnings: list[Finding]) -> Result:

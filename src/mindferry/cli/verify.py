@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mindferry.cli.console import Finding, Progress, Result, command, output_to
+from mindferry.cli.console import Progress, Result, command, output_to
+from mindferry.findings import Finding
 
 if TYPE_CHECKING:
     from mindferry.checking.alignment import Alignment

@@ -33,6 +33,8 @@ class Options:
         on_step: called with each metrics record.
         on_batch: called with (step, batch of device tensors) before each step.
         interruption: asked after each step whether to save and stop; entered by whoever owns the process.
+        workers: processes of data parallelism; each of them trains with its own `rank`.
+        stop_file: where rank 0 writes the step at which all ranks stop (see training.ranks).
     """
 
     steps: int | None = None
@@ -44,6 +46,9 @@ class Options:
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     on_batch: Callable[[int, tuple[Any, ...]], None] | None = None
     interruption: Interruption = field(default_factory=Interruption)
+    workers: int = 1
+    rank: int = 0
+    stop_file: Path | None = None
 
 
 def _override(content: dict[str, Any], overrides: dict[str, Any]) -> None:
@@ -69,6 +74,8 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
         content["context"]["device_target"] = DEVICES[options.device]
     _override(content, options.overrides or {})
     _one_step(content)
+    if options.workers > 1:
+        data_parallel(content, options.workers)
     cpu = content["context"]["device_target"] == "CPU"
     if cpu and content["model"]["model_config"].get("layer_spec") == "reference":
         raise UsageError(
@@ -105,12 +112,51 @@ def _one_step(content: dict[str, Any]) -> None:
         wrapper["scale_sense"] = sens
 
 
+def data_parallel(content: dict[str, Any], workers: int) -> None:
+    """Share the batch of `content` among `workers` processes; the global batch stays what the recipe says.
+
+    Sequences of a micro-batch are shared out first, then micro-batches.
+
+    Raises:
+        UsageError: neither divides, or run.yaml cuts the model, too.
+    """
+    runner, parallel = content["runner_config"], content.get("parallel_config") or {}
+    for key in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
+        if parallel.get(key, 1) != 1:
+            raise UsageError(
+                f"run.yaml: parallel_config.{key}: found {parallel[key]}, expected 1 with --workers",
+                remedy="--workers trains in data parallel; try a strategy that cuts the model with "
+                "`mindferry rehearse`",
+                id="workers.strategy",
+            )
+    for key in ("batch_size", "gradient_accumulation_steps"):
+        if runner[key] % workers == 0:
+            runner[key] //= workers
+            break
+    else:
+        raise UsageError(
+            f"run.yaml: runner_config: batch_size {runner['batch_size']} and gradient_accumulation_steps "
+            f"{runner['gradient_accumulation_steps']}: neither divides by {workers} workers",
+            remedy=f"choose --workers among {_divisors(runner)}",
+            id="workers.batch",
+        )
+    content["use_parallel"] = True
+    content["parallel"].update(parallel_mode="data_parallel", gradients_mean=True, full_batch=False)
+    content["parallel"].pop("dataset_strategy", None)
+    content["parallel_config"] = {**parallel, "data_parallel": workers}
+
+
+def _divisors(runner: dict[str, Any]) -> list[int]:
+    sizes = (runner["batch_size"], runner["gradient_accumulation_steps"])
+    return [n for n in range(1, max(sizes) + 1) if any(size % n == 0 for size in sizes)]
+
+
 def _inside(run: RunDirectory, path: str) -> str:
     """`path` of a run.yaml as an absolute path; relative ones start at the run directory."""
     return str((run.root / path).resolve() if not os.path.isabs(path) else Path(path))
 
 
-def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
+def _engine_config(content: dict[str, Any], run: RunDirectory, rank: int = 0) -> Any:
     """mindformers' configuration object, with what a CPU needs instead.
 
     It goes through a file, as mindformers fills in its defaults only there; logs/effective.yaml stays as the
@@ -139,7 +185,7 @@ def _engine_config(content: dict[str, Any], run: RunDirectory) -> Any:
     _own_steps(content)
     content["train_dataset"]["batch_size"] = content["runner_config"]["batch_size"]
     content["train_dataset_task"]["dataset_config"] = copy.deepcopy(content["train_dataset"])
-    effective = run.logs / "effective.yaml"
+    effective = run.logs / ("effective.yaml" if not rank else f"effective.rank_{rank}.yaml")
     write_text(effective, run_yaml.dump(content))
     return MindFormerConfig(str(effective))
 
@@ -196,13 +242,13 @@ def _own_steps(content: dict[str, Any]) -> None:
     runner["gradient_accumulation_steps"] = 1
 
 
-def set_up(content: dict[str, Any], run: RunDirectory) -> Any:
+def set_up(content: dict[str, Any], run: RunDirectory, rank: int = 0) -> Any:
     """Import mindformers, set MindSpore's context and register our classes; returns MindFormerConfig."""
     compat.quiet(run.logs)
     import mindspore as ms
     from mindformers.core.context.build_context import build_context
 
-    config = _engine_config(content, run)
+    config = _engine_config(content, run, rank)
     # mindformers keeps one context a process; what may change between two set-ups is set below.
     build_context(config)
     ms.set_context(mode=content["context"]["mode"])
@@ -241,7 +287,7 @@ def _trim_metrics(path: Path, step: int) -> None:
     write_text(path, "".join(f"{line}\n" for line in kept))
 
 
-def _starting_point(run: RunDirectory, options: Options) -> Any:
+def starting_point(run: RunDirectory, options: Options) -> Any:
     """The checkpoint to resume from, or None to start at step 0.
 
     Raises:
@@ -317,7 +363,19 @@ def train(run: RunDirectory, options: Options) -> Any:
         UsageError, MindferryError: see prepare, check_weights and the checkpoints.
     """
     content = prepare(run, options)
-    checkpoint = _starting_point(run, options)
+    checkpoint = starting_point(run, options)
+    start, last = steps_to_do(run, content, options, checkpoint)
+    return fit(run, options, content, checkpoint, start, last)
+
+
+def steps_to_do(
+    run: RunDirectory, content: dict[str, Any], options: Options, checkpoint: Any
+) -> tuple[int, int]:
+    """The step to start after and the step to stop at; later lines of an earlier session are dropped.
+
+    Raises:
+        UsageError: nothing is left to do.
+    """
     start = checkpoint.step if checkpoint else 0
     last = _last(run, content, options)
     if start >= last:
@@ -327,10 +385,19 @@ def train(run: RunDirectory, options: Options) -> Any:
             id="train.finished",
         )
     if checkpoint:
-        content["load_checkpoint"] = str(checkpoint.model)
         _trim_metrics(run.metrics, start)
-    config = set_up(content, run)
-    with _working_in(run.logs / "engine"):
+    return start, last
+
+
+def fit(
+    run: RunDirectory, options: Options, content: dict[str, Any], checkpoint: Any, start: int, last: int
+) -> Any:
+    """Train from step `start` to `last`: what `train` does once the run directory is in order."""
+    if checkpoint:
+        content["load_checkpoint"] = str(checkpoint.model)
+    config = set_up(content, run, options.rank)
+    folder = run.logs / "engine"
+    with _working_in(folder / f"rank_{options.rank}" if options.workers > 1 else folder):
         return _fit(run, options, content, config, checkpoint, start, last)
 
 
@@ -351,7 +418,7 @@ def _fit(
     outcome.notes = precision_notes(copy.deepcopy(content))
     rows = _rows(content)
     runner = content["runner_config"]
-    batch = runner["batch_size"] * runner["gradient_accumulation_steps"]
+    batch = runner["batch_size"] * runner["gradient_accumulation_steps"] * options.workers
     steps_per_epoch = rows // batch
     if steps_per_epoch == 0:
         raise UsageError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.environment import versions
 from mindferry.diagnosis.environment.facts import Facts
 from mindferry.diagnosis.environment.needs import Needs
 from mindferry.diagnosis.environment.versions import Release
+from mindferry.findings import Finding
 
 MIN_OPEN_FILES = 1024
 MIN_FREE_BYTES = 2 << 30

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindferry.cli.console import Finding
+from mindferry.findings import Finding
 
 STEPS = 12
 LIMIT_SECONDS = 240

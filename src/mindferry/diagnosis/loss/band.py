@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
+from mindferry.findings import Finding
 
 _SPREAD = 1.4826  # median absolute deviation of a normal distribution -> its standard deviation
 

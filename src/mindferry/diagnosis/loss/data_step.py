@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.loss.step import Step
+from mindferry.findings import Finding
 
 BATCHES = 8
 SAMPLE_ROWS = 2048  # of the training set, spread over it

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.loss import data_step, gradient_step, metrics, precision_step, schedule_step
 from mindferry.diagnosis.loss.rerun import STEPS, Scratch, scratch_of
 from mindferry.diagnosis.loss.step import Step
+from mindferry.findings import Finding
 from mindferry.targets.run_directory import RunDirectory
 
 MIN_RECORDS = 5

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.loss.metrics import Metrics, first_break, longest_overflow
 from mindferry.diagnosis.loss.step import Step
+from mindferry.findings import Finding
 
 OVERFLOWS_IN_A_ROW = 5
 OVERFLOW_SHARE = 0.2

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.loss.metrics import Metrics
 from mindferry.diagnosis.loss.rerun import STEPS, Scratch
 from mindferry.diagnosis.loss.step import Step
 from mindferry.diagnosis.startup.events import telling_line
+from mindferry.findings import Finding
 
 BASE = "model.model_config."
 # In the order in which the article blames them.

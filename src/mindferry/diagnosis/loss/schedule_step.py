@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.loss.metrics import Metrics
 from mindferry.diagnosis.loss.rerun import STEPS, Scratch
 from mindferry.diagnosis.loss.step import Step
+from mindferry.findings import Finding
 
 TOLERANCE = 1e-3  # of the peak rate, for recorded against computed
 RATIO = 1.5  # between the run's and the source's peak rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mindferry.cli.console import Finding
+from mindferry.findings import Finding
 
 STEPS = ("data", "precision", "learning-rate", "gradients")
 

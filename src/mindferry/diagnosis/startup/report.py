@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from mindferry.cli.console import Finding
 from mindferry.diagnosis.startup import knowledge
 from mindferry.diagnosis.startup.events import Event, Stream, read_stream
 from mindferry.diagnosis.startup.knowledge import Match
 from mindferry.diagnosis.startup.lines import MAX_BYTES, LogFile, as_bytes, lines_of, log_files, open_log
-from mindferry.errors import UsageError, printable
+from mindferry.errors import MindferryError, UsageError, printable
+from mindferry.findings import Finding
 
 _SHORT_STACK = 4
 _LONG = 300
@@ -334,6 +334,28 @@ def diagnose(source: Path | str | Iterable[str | bytes]) -> list[Finding]:
 def diagnose_exception(err: BaseException) -> list[Finding]:
     """Findings about an exception that was just caught, from its own traceback: no log is needed."""
     return diagnose([line for part in traceback.format_exception(err) for line in part.splitlines()])
+
+
+def explained(err: MindferryError, log: Path | None = None) -> MindferryError:
+    """A failure inside the engine with the cause that the knowledge base names, where it knows one.
+
+    Args:
+        err: raised from the exception that the engine raised.
+        log: where the whole trace is, for the remedy.
+    """
+    if err.__cause__ is None:
+        return err
+    known = next((item for item in diagnose_exception(err.__cause__) if item.remedy), None)
+    plain = MindferryError(err.message, cause=err.cause, remedy=err.remedy, id=err.id, evidence=err.evidence)
+    if known is None:
+        return plain
+    return MindferryError(
+        f"{err.message} [{known.message}]",
+        cause=known.cause,
+        remedy=known.remedy + (f" (the whole trace is in {log})" if log else ""),
+        id=known.id,
+        evidence=known.evidence,
+    )
 
 
 def read_stdin(progress: Any = None) -> Picture:
