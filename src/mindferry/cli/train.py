@@ -22,12 +22,17 @@ def train(
     device: str | None = typer.Option(None, "--device", help="cpu or ascend; run.yaml's otherwise."),
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest complete checkpoint."),
     restart: bool = typer.Option(False, "--restart", help="Throw an earlier training away and start over."),
+    workers: int = typer.Option(
+        1, "--workers", min=1, help="Processes on this machine that share each step's batch (data parallel)."
+    ),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
     """Train a run with mindformers' own Trainer.
 
     Writes RUN/metrics.jsonl (a line a step), RUN/checkpoints/ and RUN/logs/. The first Ctrl-C finishes the step
     and saves a checkpoint, the second ends at once.
+
+    With --workers, logs of the processes are in RUN/logs/workers/msrun/worker_R.log.
     """
     from mindferry.cli.choices import one_of
     from mindferry.diagnosis.loss.band import Band
@@ -35,6 +40,7 @@ def train(
     from mindferry.errors import UsageError
     from mindferry.targets.run_directory import RunDirectory
     from mindferry.training import engine
+    from mindferry.training import workers as processes
     from mindferry.training.interruption import Interruption
 
     if resume and restart:
@@ -46,6 +52,7 @@ def train(
         device=one_of("--device", device, tuple(engine.DEVICES)) if device else None,
         resume=resume,
         restart=restart,
+        workers=workers,
     )
     log = directory.logs / "train.log"
     total = engine.last_step(directory, options)
@@ -55,6 +62,10 @@ def train(
         output_to(log),
     ):
         band, warnings = Band(), []
+        crowd = processes.too_many(workers)
+        if crowd:
+            bar.say(f"warning: {crowd}")
+            warnings.append(Finding("workers.cores", "warning", crowd))
 
         def on_step(record: dict[str, Any]) -> None:
             for finding in band.feed(record):
@@ -64,7 +75,10 @@ def train(
 
         options.on_step = on_step
         try:
-            outcome = engine.train_logged(directory, options, log)
+            if workers > 1:
+                outcome = processes.train(directory, options)
+            else:
+                outcome = engine.train_logged(directory, options, log)
         except MindferryError as err:
             raise explained(err, log) from err
     return _result(directory, outcome, warnings)
@@ -82,6 +96,7 @@ def _result(directory: Any, outcome: Any, warnings: list[Finding]) -> Result:
         "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
         "metrics": str(directory.metrics),
         "skipped_steps": outcome.skipped,
+        "optimizer_bytes": outcome.optimizer_bytes,
         "stopped": "interrupted" if interrupted else "finished",
     }
     text = (

@@ -41,6 +41,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def _start() -> None:
+    """In msrun before it starts: signals that a training blocks for itself reach it and the ranks."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    die_with_parent()
+
+
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
@@ -105,7 +111,7 @@ class Job:
         with open(self.folder / "msrun.log", "wb") as log:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=worker_environment(self.workers), stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent,
+                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_start,
             )  # fmt: skip
         try:
             self._wait(process)

@@ -6,7 +6,7 @@ error. Names and defaults are those of mindformers 1.9.0 (`tools/register/templa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -50,6 +50,18 @@ class RunnerWrapper(Section):
     sens: Number | None = Field(None, gt=0)  # nn.TrainOneStepCell's name for a static scale
     local_norm: StrictBool = False
     calculate_per_token_loss: StrictBool = False
+    # AccumulatingTrainOneStepCell's own
+    gradient_wire_dtype: Literal["float32", "float16"] = "float32"
+    reduce_every_micro_batch: StrictBool = False
+
+
+class FusionSize(Section):
+    mode: Literal["auto", "size"] = "auto"
+    config: Number | None = Field(None, gt=0)  # MiB
+
+
+class CommFusion(Section):
+    allreduce: FusionSize = FusionSize()
 
 
 class Optimizer(Section):
@@ -139,6 +151,7 @@ class Parallel(Section):
     loss_repeated_mean: StrictBool | None = None
     strategy_ckpt_save_file: StrictStr = "./ckpt_strategy.ckpt"
     strategy_ckpt_config: dict[str, Any] | None = None
+    comm_fusion: CommFusion | None = None
     dataset_strategy: Any = None
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mindspore.train.callback import Callback
 
+from mindferry.errors import MindferryError
 from mindferry.layers.dropout import COUNTER, count_steps
 from mindferry.training import checkpoints
-from mindferry.training.interruption import Interruption
+from mindferry.training.interruption import Interruption, StopFile
 from mindferry.training.loss_scale import ScaleWatch
 from mindferry.training.memory import status_bytes
+from mindferry.training.outcome import Outcome
 from mindferry.training.wrappers import TRANSIENT
 
 
@@ -28,31 +30,13 @@ def _scalar(value: Any) -> float | None:
     return float(array.reshape(-1)[0]) if array.size else None
 
 
-@dataclass
-class Outcome:
-    """What a training session did.
-
-    Attributes:
-        losses: loss of each step of this session, by step number.
-        signal: number of the signal that ended the session early, or 0.
-        skipped: steps whose gradients overflowed; their batches were read, but nothing was learned.
-        notes: what ran otherwise than run.yaml says, and why.
-    """
-
-    first_step: int = 0
-    last_step: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
-    signal: int = 0
-    checkpoint: Path | None = None
-    skipped: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 class StepMetrics(Callback):
     """Append one JSON line to metrics.jsonl after every optimizer step (seconds, bytes).
 
     data_time is the wait for the batch, compute_time the step on the device until its results are read;
-    step_time is from the end of the step before, callbacks included.
+    step_time is from the end of the step before, callbacks included. On several processes compute_time consists
+    of forward_backward_time, wait_time (for the slowest process), reduce_time (the gradients, `reductions` times)
+    and the update; loss is the mean over all of them, tokens_per_second their sum.
     """
 
     def __init__(
@@ -62,12 +46,13 @@ class StepMetrics(Callback):
         start_step: int,
         last_step: int,
         on_step: Callable[[dict[str, Any]], None],
-        interruption: Interruption,
+        interruption: Interruption | StopFile,
         on_batch: Callable[[int, tuple[Any, ...]], None] | None = None,
         watch: ScaleWatch | None = None,
+        workers: int = 1,
     ) -> None:
         super().__init__()
-        self._watch = watch or ScaleWatch()
+        self._watch, self._workers = watch or ScaleWatch(), workers
         self._path, self._outcome, self._start, self._last = path, outcome, start_step, last_step
         self._on_step, self._interruption, self._on_batch = on_step, interruption, on_batch
 
@@ -81,6 +66,14 @@ class StepMetrics(Callback):
         if self._on_batch is not None:
             step = self._start + run_context.original_args().cur_step_num
             self._on_batch(step, self._batch)
+        exchange = self._exchange(run_context)
+        if exchange is not None:
+            exchange.wants_to_stop = bool(self._interruption.number)
+            exchange.begin()
+
+    @staticmethod
+    def _exchange(run_context: Any) -> Any:
+        return getattr(run_context.original_args().train_network, "exchange", None)
 
     def on_train_step_end(self, run_context: Any) -> None:
         params = run_context.original_args()
@@ -89,7 +82,8 @@ class StepMetrics(Callback):
         end = time.perf_counter()
         step = self._start + params.cur_step_num
         step_time = end - self._previous_end
-        tokens = int(np.prod(self._batch[0].shape))
+        tokens = int(np.prod(self._batch[0].shape)) * self._workers
+        exchange = self._exchange(run_context)
         record = {
             "step": step,
             "loss": loss,
@@ -104,6 +98,13 @@ class StepMetrics(Callback):
             "peak_memory_bytes": status_bytes("VmHWM"),
             "skipped_steps": self._watch.skipped + bool(_scalar(outputs[1])),
         }
+        if exchange is not None:
+            record |= {
+                "forward_backward_time": exchange.phases.compute,
+                "wait_time": exchange.phases.wait,
+                "reduce_time": exchange.phases.reduce,
+                "reductions": exchange.phases.reductions,
+            }
         self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
         self._outcome.losses[step] = math.nan if loss is None else loss
@@ -112,8 +113,12 @@ class StepMetrics(Callback):
         if record["overflow"]:
             self._outcome.skipped.append(step)
         self._watch.see(step, record["overflow"], record["loss_scale"], loss)
-        self._outcome.signal = self._interruption.number
-        if self._outcome.signal:
+        number = self._interruption.number
+        if exchange is not None:
+            # All processes must make the same number of steps, so all go by what was agreed in this one.
+            number = (number or signal.SIGTERM) if exchange.stop_agreed else 0
+        self._outcome.signal = number
+        if number:
             run_context.request_stop()
         if step >= self._last:
             run_context.request_stop()
@@ -131,10 +136,15 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def optimizer_bytes(optimizer: Any) -> int:
+    """Bytes of the moments that this process keeps."""
+    return sum(p.nbytes for states in (optimizer.exp_avg, optimizer.exp_avg_sq) for p in states)
+
+
 class CommittedCheckpoints(Callback):
     """Save every `every` steps, at the end, and on request; see mindferry.training.checkpoints.
 
-    Must run after StepMetrics, which decides when to stop.
+    Must run after StepMetrics, which decides when to stop. On several processes rank 0 writes.
     """
 
     def __init__(
@@ -147,9 +157,10 @@ class CommittedCheckpoints(Callback):
         model: Any,
         state: dict[str, Any],
         watch: ScaleWatch,
+        rank: int = 0,
     ) -> None:
         super().__init__()
-        self._watch = watch
+        self._watch, self._rank = watch, rank
         self._root, self._outcome, self._every, self._keep = root, outcome, every, keep
         self._model, self._state = model, state
         self._saved = -1
@@ -167,7 +178,13 @@ class CommittedCheckpoints(Callback):
         if step == self._saved:
             return
         network = run_context.original_args().train_network
+        gathered = getattr(network.optimizer, "gathered", None)
+        moments = gathered(keep=self._rank == 0) if gathered else {}
+        self._saved = step
+        if self._rank != 0:
+            return
         weights, rest = split_parameters(network, self._model())
+        rest |= moments
         state = {
             **self._state,
             "step": step,
@@ -175,7 +192,10 @@ class CommittedCheckpoints(Callback):
             "skipped_steps": self._watch.skipped,
         }
         self._outcome.checkpoint = checkpoints.save(self._root, step, weights, rest, state, self._keep)
-        self._saved = step
+
+
+# A process' part of shared-out moments is saved gathered, under the names of the whole ones.
+NOT_SAVED = (TRANSIENT, COUNTER, "adam_m.bucket_", "adam_v.bucket_")
 
 
 def split_parameters(network: Any, model: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -183,28 +203,28 @@ def split_parameters(network: Any, model: Any) -> tuple[dict[str, np.ndarray], d
 
     Left out is what each step sets anew (accumulators, the counter of dropout).
     """
-    kept = [p for p in network.get_parameters() if not p.name.startswith((TRANSIENT, COUNTER))]
+    kept = [p for p in network.get_parameters() if not p.name.startswith(NOT_SAVED)]
     names = {p.name for p in model.get_parameters()}
     weights = {p.name: p.asnumpy() for p in kept if p.name in names}
     rest = {p.name: p.asnumpy() for p in kept if p.name not in names}
     return weights, rest
 
 
-class CheckWeights(Callback):
-    """Run a check of the loaded weights before the first step."""
+class BeforeTraining(Callback):
+    """Do something once the network is there, before the first step."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, action: Callable[[], None]) -> None:
         super().__init__()
-        self._check = check
+        self._action = action
 
     def on_train_begin(self, run_context: Any) -> None:
-        self._check()
+        self._action()
 
 
 class DropoutByStep(Callback):
     """Draw dropout masks by the number of the step, so that a resumed run draws what an unbroken one would.
 
-    Must run after CheckWeights, whose network has no counter yet.
+    Must run after the weights are checked, whose network has no counter yet.
 
     Args:
         start: steps done before this session.
@@ -253,21 +273,26 @@ class RestoreOptimizer(Callback):
     def on_train_begin(self, run_context: Any) -> None:
         import mindspore as ms
 
-        from mindferry.errors import MindferryError
-
         network = run_context.original_args().train_network
         saved = self._checkpoint.optimizer()
         names = {p.name for p in self._model().get_parameters()}
         for parameter in network.get_parameters():
-            if parameter.name in names or parameter.name.startswith((TRANSIENT, COUNTER)):
+            if parameter.name in names or parameter.name.startswith(NOT_SAVED):
                 continue
             value = saved.get(parameter.name)
             if value is None or tuple(value.shape) != tuple(parameter.shape):
                 found = "none" if value is None else f"shape {tuple(value.shape)}"
-                raise MindferryError(
-                    f"{self._checkpoint.path.name}: optimizer state {parameter.name}: found {found}, "
-                    f"expected shape {tuple(parameter.shape)}",
-                    remedy="the run's optimizer changed since; start over with --restart",
-                    id="checkpoint.optimizer",
-                )
+                raise self._unfit(parameter.name, f"found {found}, expected shape {tuple(parameter.shape)}")
             parameter.set_data(ms.Tensor(value, parameter.dtype))
+        if hasattr(network.optimizer, "restore"):
+            try:
+                network.optimizer.restore(saved)
+            except KeyError as err:
+                raise self._unfit(err.args[0], "missing, or of another shape") from None
+
+    def _unfit(self, name: str, what: str) -> MindferryError:
+        return MindferryError(
+            f"{self._checkpoint.path.name}: optimizer state {name}: {what}",
+            remedy="the run's optimizer changed since; start over with --restart",
+            id="checkpoint.optimizer",
+        )

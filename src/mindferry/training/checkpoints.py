@@ -151,14 +151,19 @@ def problem_with(path: Path) -> str:
     return ""
 
 
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, which `newest` has found complete."""
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(path, int(state["step"]), state)
+
+
 def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint under `root`, and why newer ones were passed over."""
     skipped = []
-    for step, path in reversed(_steps(root)):
+    for _, path in reversed(_steps(root)):
         problem = problem_with(path)
         if problem:
             skipped.append(f"{path.name}: {problem}")
             continue
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(path, step, state), skipped
+        return opened(path), skipped
     return None, skipped

@@ -15,10 +15,11 @@ from typing import Any
 from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
-from mindferry.training import compat
-from mindferry.training.interruption import Interruption
+from mindferry.training import compat, data_parallel
+from mindferry.training.interruption import Interruption, StopFile
 from mindferry.training.loss_scale import ScaleWatch
-from mindferry.training.weights_check import check_weights
+from mindferry.training.outcome import Outcome
+from mindferry.training.weights_check import check_weights, load_weights
 
 MODES = {"graph": 0, "pynative": 1}
 DEVICES = {"cpu": "CPU", "ascend": "Ascend"}
@@ -34,7 +35,6 @@ class Options:
         on_batch: called with (step, batch of device tensors) before each step.
         interruption: asked after each step whether to save and stop; entered by whoever owns the process.
         workers: processes of data parallelism; each of them trains with its own `rank`.
-        stop_file: where rank 0 writes the step at which all ranks stop (see training.ranks).
     """
 
     steps: int | None = None
@@ -45,10 +45,9 @@ class Options:
     overrides: dict[str, Any] | None = None
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     on_batch: Callable[[int, tuple[Any, ...]], None] | None = None
-    interruption: Interruption = field(default_factory=Interruption)
+    interruption: Interruption | StopFile = field(default_factory=Interruption)
     workers: int = 1
     rank: int = 0
-    stop_file: Path | None = None
 
 
 def _override(content: dict[str, Any], overrides: dict[str, Any]) -> None:
@@ -75,7 +74,7 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
     _override(content, options.overrides or {})
     _one_step(content)
     if options.workers > 1:
-        data_parallel(content, options.workers)
+        data_parallel.share_out(content, options.workers)
     cpu = content["context"]["device_target"] == "CPU"
     if cpu and content["model"]["model_config"].get("layer_spec") == "reference":
         raise UsageError(
@@ -112,45 +111,6 @@ def _one_step(content: dict[str, Any]) -> None:
         wrapper["scale_sense"] = sens
 
 
-def data_parallel(content: dict[str, Any], workers: int) -> None:
-    """Share the batch of `content` among `workers` processes; the global batch stays what the recipe says.
-
-    Sequences of a micro-batch are shared out first, then micro-batches.
-
-    Raises:
-        UsageError: neither divides, or run.yaml cuts the model, too.
-    """
-    runner, parallel = content["runner_config"], content.get("parallel_config") or {}
-    for key in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
-        if parallel.get(key, 1) != 1:
-            raise UsageError(
-                f"run.yaml: parallel_config.{key}: found {parallel[key]}, expected 1 with --workers",
-                remedy="--workers trains in data parallel; try a strategy that cuts the model with "
-                "`mindferry rehearse`",
-                id="workers.strategy",
-            )
-    for key in ("batch_size", "gradient_accumulation_steps"):
-        if runner[key] % workers == 0:
-            runner[key] //= workers
-            break
-    else:
-        raise UsageError(
-            f"run.yaml: runner_config: batch_size {runner['batch_size']} and gradient_accumulation_steps "
-            f"{runner['gradient_accumulation_steps']}: neither divides by {workers} workers",
-            remedy=f"choose --workers among {_divisors(runner)}",
-            id="workers.batch",
-        )
-    content["use_parallel"] = True
-    content["parallel"].update(parallel_mode="data_parallel", gradients_mean=True, full_batch=False)
-    content["parallel"].pop("dataset_strategy", None)
-    content["parallel_config"] = {**parallel, "data_parallel": workers}
-
-
-def _divisors(runner: dict[str, Any]) -> list[int]:
-    sizes = (runner["batch_size"], runner["gradient_accumulation_steps"])
-    return [n for n in range(1, max(sizes) + 1) if any(size % n == 0 for size in sizes)]
-
-
 def _inside(run: RunDirectory, path: str) -> str:
     """`path` of a run.yaml as an absolute path; relative ones start at the run directory."""
     return str((run.root / path).resolve() if not os.path.isabs(path) else Path(path))
@@ -180,6 +140,7 @@ def _engine_config(content: dict[str, Any], run: RunDirectory, rank: int = 0) ->
         content["context"].setdefault("affinity_cpu_list", [])
     elif content["runner_wrapper"]["type"] == "MFTrainOneStepCell" and _needs_own_steps(content):
         content["runner_wrapper"]["type"] = "AccumulatingTrainOneStepCell"
+    data_parallel.engine_settings(content)
     content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
     _tabled_schedule(content)
     _own_steps(content)
@@ -210,8 +171,9 @@ _TYPE_KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type")
 
 def _needs_own_steps(content: dict[str, Any]) -> bool:
     """Accumulation that mindformers would reset: it does it in semi-automatic and automatic parallelism only."""
-    automatic = content["parallel"]["parallel_mode"] in (1, 2, "semi_auto_parallel", "auto_parallel")
-    return not automatic and content["runner_config"]["gradient_accumulation_steps"] > 1
+    if content["parallel"]["parallel_mode"] in data_parallel.AUTOMATIC:
+        return False
+    return content["use_parallel"] or content["runner_config"]["gradient_accumulation_steps"] > 1
 
 
 def _tabled_schedule(content: dict[str, Any]) -> None:
@@ -336,7 +298,7 @@ def last_step(run: RunDirectory, options: Options) -> int:
     return _last(run, prepare(run, options), options)
 
 
-def train_logged(run: RunDirectory, options: Options, log: Path) -> Any:
+def train_logged(run: RunDirectory, options: Options, log: Path) -> Outcome:
     """`train`, with failures inside MindSpore or mindformers turned into one line and their trace in `log`.
 
     Raises:
@@ -356,8 +318,8 @@ def train_logged(run: RunDirectory, options: Options, log: Path) -> Any:
         ) from err
 
 
-def train(run: RunDirectory, options: Options) -> Any:
-    """Train `run` with mindformers' Trainer; returns callbacks.Outcome.
+def train(run: RunDirectory, options: Options) -> Outcome:
+    """Train `run` with mindformers' Trainer; returns training.outcome.Outcome.
 
     Raises:
         UsageError, MindferryError: see prepare, check_weights and the checkpoints.
@@ -384,8 +346,8 @@ def steps_to_do(
             remedy="nothing to do; raise --steps or lr_schedule.total_steps to train longer",
             id="train.finished",
         )
-    if checkpoint:
-        _trim_metrics(run.metrics, start)
+    for lines in (run.metrics, *run.logs.glob("metrics.rank_*.jsonl")):
+        _trim_metrics(lines, start)
     return start, last
 
 
@@ -395,6 +357,8 @@ def fit(
     """Train from step `start` to `last`: what `train` does once the run directory is in order."""
     if checkpoint:
         content["load_checkpoint"] = str(checkpoint.model)
+    if options.workers > 1:
+        data_parallel.even_shards(content, _rows(content), options.workers)
     config = set_up(content, run, options.rank)
     folder = run.logs / "engine"
     with _working_in(folder / f"rank_{options.rank}" if options.workers > 1 else folder):
@@ -414,7 +378,7 @@ def _fit(
 
     from mindferry.training import callbacks
 
-    outcome = callbacks.Outcome(first_step=start, last_step=start)
+    outcome = Outcome(first_step=start, last_step=start)
     outcome.notes = precision_notes(copy.deepcopy(content))
     rows = _rows(content)
     runner = content["runner_config"]
@@ -437,8 +401,10 @@ def _fit(
 
     monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
     state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
-    weights = Path(content["load_checkpoint"])
-    parts: list[Any] = [callbacks.CheckWeights(lambda: check_weights(weights, model()))]
+    weights = checkpoint.model if checkpoint else Path(content["load_checkpoint"])
+    parts: list[Any] = [callbacks.BeforeTraining(lambda: check_weights(weights, model()))]
+    if options.workers > 1:
+        parts.append(callbacks.BeforeTraining(lambda: load_weights(weights, model())))
     if checkpoint:
         parts.append(callbacks.RestoreOptimizer(checkpoint, model))
     parts.append(
@@ -453,7 +419,15 @@ def _fit(
     watch = _watch(content, checkpoint)
     parts.append(
         callbacks.StepMetrics(
-            run.metrics, outcome, start, last, options.on_step, options.interruption, options.on_batch, watch
+            run.metrics if options.rank == 0 else run.logs / f"metrics.rank_{options.rank}.jsonl",
+            outcome,
+            start,
+            last,
+            options.on_step,
+            options.interruption,
+            options.on_batch,
+            watch,
+            options.workers,
         )
     )
     if monitor is not None:
@@ -466,11 +440,13 @@ def _fit(
                 model=model,
                 state=state,
                 watch=watch,
+                rank=options.rank,
             )
         )
     trainer = Trainer(args=config, callbacks=parts)
     holder["trainer"] = trainer
     trainer.train()
+    outcome.optimizer_bytes = callbacks.optimizer_bytes(trainer.trainer.optimizer)
     return outcome
 
 

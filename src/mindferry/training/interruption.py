@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 
@@ -49,6 +50,24 @@ class Interruption:
         self._closed.set()
         self._thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+
+class StopFile:
+    """The wish to stop of whoever started this process: the number of the signal, written to a file.
+
+    Attributes:
+        number: the signal, or 0.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def number(self) -> int:
+        try:
+            return int(self._path.read_text())
+        except (OSError, ValueError):
+            return 0
 
 
 def end_at_once(number: int) -> None:

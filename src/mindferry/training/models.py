@@ -7,6 +7,7 @@ classes put them on it. Import this module (or name it with mindformers' `--regi
 
 from __future__ import annotations
 
+import mindspore as ms
 from mindformers.models.configuration_utils import PretrainedConfig
 from mindformers.models.modeling_utils import PreTrainedModel
 from mindformers.models.utils import convert_mstype
@@ -16,6 +17,7 @@ from mindformers.parallel_core.transformer_config_utils import convert_to_transf
 from mindformers.parallel_core.utils.model_mixin import ModelMixin, TrainModelMixin
 from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore.communication import get_group_size
 
 from mindferry.errors import UsageError
 from mindferry.layers.portable import PortableDropout, make_portable, portable_layer_spec
@@ -49,6 +51,11 @@ class GPTConfig(PretrainedConfig):
         config = convert_to_transformer_config(values)
         # mindformers' table maps this key to a yes/no only; the dtype itself has no key there.
         config.softmax_compute_dtype = convert_mstype(self.softmax_compute_type)
+        if ms.get_auto_parallel_context("parallel_mode") == "data_parallel":
+            # mindformers resets parallel_config outside automatic parallelism, then misses the processes.
+            config.data_parallel_size = get_group_size()
+            # Lazy inlining serves pipelines; where our wrapper takes the gradient the CPU backend cannot compile it.
+            config.disable_lazy_inline = True
         return config
 
 

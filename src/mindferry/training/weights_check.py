@@ -44,3 +44,15 @@ def check_weights(model_dir: Path, network: Any) -> None:
             remedy="run.yaml's model_config was changed after the migration; migrate again or undo the change",
             id="weights.mismatch",
         )
+
+
+def load_weights(model_dir: Path, network: Any) -> None:
+    """Put the weights at `model_dir` into `network`; run check_weights first.
+
+    For processes of data parallelism: mindformers loads whole weights there only by cutting them after a strategy
+    file, which MindSpore writes in automatic parallelism only.
+    """
+    import mindspore as ms
+
+    for path in sorted(model_dir.glob("*.safetensors")):
+        ms.load_param_into_net(network, ms.load_checkpoint(str(path), format="safetensors"))

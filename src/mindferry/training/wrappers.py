@@ -8,6 +8,7 @@ from mindformers.wrapper.wrapper import MFTrainOneStepCell
 from mindspore import nn, ops
 
 from mindferry.targets.run_yaml import NO_CLIPPING
+from mindferry.training.reduction import BUCKET_MIB, GradientExchange
 
 _overflowed = ops.MultitypeFuncGraph("overflowed")
 _is_finite = ops.IsFinite()
@@ -120,31 +121,29 @@ class MicroStep(nn.Cell):
 
 
 class UpdateStep(nn.Cell):
-    """What MFTrainOneStepCell does once the gradients are there, on the totals of the micro-steps."""
+    """What MFTrainOneStepCell does once the gradients are there, on the totals of the micro-steps.
+
+    On several processes the totals are already the mean over them (see mindferry.training.reduction).
+    """
 
     def __init__(self, owner, micro):
         super().__init__(auto_prefix=False)
         # Not as child cells: the owner has them already.
-        self.optimizer, self.reducer, self.clip = owner.optimizer, owner.grad_reducer, owner.clip_grad_norm
+        self.optimizer, self.clip = owner.optimizer, owner.clip_grad_norm
         self.learning_rate, self.manager = owner.learning_rate, owner.loss_scaling_manager
         self.totals, self.scale = micro.totals, owner.scale_sense
         self.loss_total, self.weight_total = micro.loss_total, micro.weight_total
-        self.distributed = owner.reducer_flag
-        self.degree = owner.degree if owner.reducer_flag else 1
-        self.sum_over_ranks = ops.AllReduce() if owner.reducer_flag else ops.identity
         self.each = ops.HyperMap()
 
-    def construct(self):
-        """Returns loss [1], overflow, loss scale used, learning rate used, gradient norm before clipping."""
-        weight = self.weight_total * 1.0
-        if self.distributed:
-            # The reducer gives the mean over ranks of the gradient sums; this is the mean of their weights.
-            weight = self.sum_over_ranks(weight) / self.degree
-        loss = self.loss_total / self.weight_total
+    def construct(self, loss_total, weight_total, weight):
+        """Returns loss [1], overflow, loss scale used, learning rate used, gradient norm before clipping.
+
+        Args: the sums over all processes, and the mean weight of a process, each [1].
+        """
+        loss = loss_total / weight_total
         scale = self.scale * 1.0
         gradients = self.each(ops.partial(_taken, ops.reshape(scale * weight, ())), self.totals)
-        gradients = self.reducer(gradients)
-        # After the reducer: an infinity of one rank has reached all of them.
+        # An infinity of one process has reached all of them.
         overflow = ops.AddN()(self.each(_overflowed, gradients)) > 0.0
         if self.manager is not None:
             overflow = self.manager(self.scale, overflow)
@@ -171,24 +170,41 @@ class AccumulatingTrainOneStepCell(MFTrainOneStepCell):
     Args:
         micro_batches: how many; the rows of the batch must divide by it.
         per_token_loss: weigh micro-batches by their unmasked tokens instead of alike.
+        gradient_wire_dtype: float32, or float16 to send half the bytes between processes.
+        bucket_mib: gradients go between processes in pieces of this size (float32 MiB).
+        reduce_every_micro_batch: average gradients after each micro-batch instead of once a step; the same
+            sum, `micro_batches` times the traffic. It is there to measure what accumulation saves.
     """
 
-    def __init__(self, *args, micro_batches=1, per_token_loss=False, **kwargs):
+    def __init__(
+        self,
+        *args,
+        micro_batches=1,
+        per_token_loss=False,
+        gradient_wire_dtype="float32",
+        bucket_mib=BUCKET_MIB,
+        reduce_every_micro_batch=False,
+        **kwargs,
+    ):
         # The norm is always measured; MindSpore cannot return None from a graph that branches.
         max_grad_norm = kwargs.get("max_grad_norm", 1.0) if kwargs.get("use_clip_grad") else NO_CLIPPING
         super().__init__(*args, **{**kwargs, "use_clip_grad": True})
         self.clip_grad_norm = ClipGlobalNorm(max_grad_norm)
         self.micro_batches = micro_batches
         self.micro: MicroStep | None = None
+        self.exchange: GradientExchange | None = None
         # Set by the DropoutByStep callback where the network has dropout.
         self.dropout_counter: ms.Parameter | None = None
-        # One micro-batch on one process is a mean over its tokens either way.
-        if micro_batches > 1 or (per_token_loss and self.reducer_flag):
+        if micro_batches > 1 or self.reducer_flag:
             totals = self.weights.clone(prefix="step_total", init="zeros")
             for total in totals:
                 total.requires_grad = False
             self.micro = MicroStep(self.network, self.weights, totals, self.scale_sense, per_token_loss)
             self.update = UpdateStep(self, self.micro)
+        if self.reducer_flag:
+            self.exchange = GradientExchange(
+                totals, self.degree, gradient_wire_dtype, bucket_mib, reduce_every_micro_batch
+            )
 
     def __call__(self, *inputs):
         """One optimizer step; with micro-batches, a compiled graph each for the micro-step and the update, so
@@ -199,8 +215,13 @@ class AccumulatingTrainOneStepCell(MFTrainOneStepCell):
         for number in range(self.micro_batches):
             if number and self.dropout_counter is not None:
                 self.dropout_counter.set_data(self.dropout_counter + 1)
-            self.micro(*(value[number * rows : (number + 1) * rows] for value in inputs))
-        return self.update()
+            part = self.micro(*(value[number * rows : (number + 1) * rows] for value in inputs))
+            if self.exchange is not None:
+                self.exchange.computed(part, last=number + 1 == self.micro_batches)
+        loss, weight = self.micro.loss_total, self.micro.weight_total
+        if self.exchange is None:
+            return self.update(loss * 1.0, weight * 1.0, weight * 1.0)
+        return self.update(*self.exchange.sums(loss, weight))
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)

@@ -345,12 +345,14 @@ def explained(err: MindferryError, log: Path | None = None) -> MindferryError:
     """
     if err.__cause__ is None:
         return err
-    known = next((item for item in diagnose_exception(err.__cause__) if item.remedy), None)
+    found = diagnose_exception(err.__cause__)
+    known = next((item for item in found if item.remedy and item.id != "startup.unknown"), None)
     plain = MindferryError(err.message, cause=err.cause, remedy=err.remedy, id=err.id, evidence=err.evidence)
     if known is None:
         return plain
     return MindferryError(
-        f"{err.message} [{known.message}]",
+        # Without the place in the lines it was found in: they are this exception's own.
+        f"{err.message} [{known.message.partition(': ')[2]}]",
         cause=known.cause,
         remedy=known.remedy + (f" (the whole trace is in {log})" if log else ""),
         id=known.id,
