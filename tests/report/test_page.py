@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mindferry.errors import UsageError
 from mindferry.report import collect, page
@@ -50,6 +51,35 @@ def test_small_and_self_contained(folder):
     assert "float16 against float32" in text
     assert "回退" in text
     assert "run.yaml: broken" not in text
+
+
+def test_pictures_of_the_strategy(tmp_path, chromium):
+    """Drawn from run.yaml: a row of memory a stage, and the schedule of the pipeline."""
+    root = runs.write_run(tmp_path / "cluster", seed=3)
+    content = yaml.safe_load((root / "run.yaml").read_text(encoding="utf-8"))
+    content["use_parallel"] = True
+    content["model"]["model_config"]["compute_dtype"] = "bfloat16"
+    content["parallel"].update(parallel_mode=1, full_batch=True)
+    content["parallel_config"].update(data_parallel=2, model_parallel=2, pipeline_stage=2, micro_batch_num=4)
+    (root / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    subject = collect.gather(root)
+    assert subject.notes == []
+    assert subject.plan["memory"].count("stage ") >= 2
+    (tmp_path / "report.html").write_text(page.render(subject, [], []), encoding="utf-8")
+    chromium.open(tmp_path / "report.html")
+    assert chromium.complaints() == []
+    sizes = chromium.eval(
+        "[...document.querySelectorAll('figure img')].map(i => [i.alt, i.naturalWidth > 300])"
+    )
+    assert [tuple(size) for size in sizes] == [
+        ("Memory of each stage", True),
+        ("Pipeline schedule: forward blue, backward orange, idle white", True),
+    ]
+    content["parallel_config"]["pipeline_stage"] = 64
+    (root / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    broken = collect.gather(root)
+    assert broken.plan == {}
+    assert page.render(broken, [], [])
 
 
 def test_every_text_is_in_both_languages():

@@ -433,12 +433,10 @@ def _pictures(folder: Path, estimate: Estimate) -> list[str]:
 
     if not folder.is_dir():
         raise UsageError(f"--svg {folder}: no such directory", remedy="create it", id="plan.svg")
-    st = estimate.strategy
-    written = [folder / "memory.svg"]
-    write_text(written[0], draw.memory_svg(estimate))
-    if st.pipeline_stage > 1 and (st.pp_interleave_num == 1 or st.micro_batch_num % st.pipeline_stage == 0):
-        written.append(folder / "schedule.svg")
-        write_text(written[1], draw.schedule_svg(st.pipeline_stage, st.micro_batch_num, st.pp_interleave_num))
+    written = []
+    for name, text in draw.pictures(estimate).items():
+        written.append(folder / f"{name}.svg")
+        write_text(written[-1], text)
     return [str(path) for path in written]
 
 

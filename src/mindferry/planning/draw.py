@@ -194,3 +194,12 @@ def _open(width: float, height: float) -> str:
 
 def _text(x: float, y: float, text: str, size: int = 12) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="#222">{text}</text>'
+
+
+def pictures(estimate: Estimate) -> dict[str, str]:
+    """The SVGs of a strategy by name: memory, and schedule where there is a pipeline."""
+    st = estimate.strategy
+    found = {"memory": memory_svg(estimate)}
+    if st.pipeline_stage > 1 and (st.pp_interleave_num == 1 or st.micro_batch_num % st.pipeline_stage == 0):
+        found["schedule"] = schedule_svg(st.pipeline_stage, st.micro_batch_num, st.pp_interleave_num)
+    return found

@@ -23,6 +23,7 @@ class Subject:
     Attributes:
         migration, verify, bench: content of migration.json, verify.json, bench.json; {} where there is none.
         tuning: records of tune.jsonl.
+        plan: the planner's pictures (SVG) of its parallel strategy, by name.
         missing: (file, key of the words that say what it would have shown and how to get it).
         notes: what was broken.
     """
@@ -35,7 +36,7 @@ class Subject:
     bench: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     tuning: list[dict[str, Any]] = field(default_factory=list)
-    plan_svg: bytes = b""
+    plan: dict[str, str] = field(default_factory=dict)
     missing: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -108,10 +109,23 @@ def gather(path: Path) -> Subject:
     if not subject.tuning:
         subject.missing.append(("tune.jsonl", "absent_tuning"))
     subject.settings = _settings(path, subject)
-    picture = path / "plan.svg"
-    if picture.is_file() and picture.stat().st_size < 200_000:
-        subject.plan_svg = picture.read_bytes()
+    subject.plan = _plan(path / "run.yaml", subject)
     return subject
+
+
+def _plan(yaml: Path, subject: Subject) -> dict[str, str]:
+    """Pictures of the strategy that run.yaml names, where it is for more than one device."""
+    from mindferry.planning import draw, session
+
+    try:
+        resolved = session.resolve(session.Request(), yaml)
+        if resolved.run is None or resolved.devices < 2:
+            return {}
+        checked = session.check_layout(resolved, resolved.run.layout, resolved.run.unread)
+    except MindferryError as err:
+        subject.notes.append(f"no pictures of the strategy: {err.message}")
+        return {}
+    return draw.pictures(checked.estimate) if checked.estimate else {}
 
 
 def _settings(path: Path, subject: Subject) -> dict[str, Any]:

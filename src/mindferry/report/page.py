@@ -331,9 +331,10 @@ def render(run: Subject, others: list[Subject], forced: list[str], language: str
     pairs = [collect.dimensions(other, run) for other in others]
     files = resources.files("mindferry.report").joinpath("templates")
     script = files.joinpath("report.js").read_text(encoding="utf-8").strip()
-    pictures = [
-        "data:image/svg+xml;base64," + base64.b64encode(run.plan_svg).decode() if run.plan_svg else "",
-    ]
+    pictures = {
+        name: "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+        for name, svg in run.plan.items()
+    }
     page: str = _template().render(
         run=run,
         others=others,
@@ -346,7 +347,8 @@ def render(run: Subject, others: list[Subject], forced: list[str], language: str
         alignment=_alignment(run) if run.verify else None,
         memory=_memory(run),
         environment=environment(),
-        plan_picture=pictures[0],
+        plan_pictures=pictures,
+        words=words(),
         style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         script_hash=_script_hash(script),
