@@ -96,11 +96,13 @@ def often_saved(single: Path, out: Path) -> Path:  # noqa: F811
     return run
 
 
-def kill_one(run: Path, rank: int, after: int) -> None:
-    """Kill `rank` at step `after` or so; what is left must be whole."""
-    process = started(run, *(["--resume"] if checkpoints.newest(run / "checkpoints")[0] else []))
+def kill_one(run: Path, rank: int, steps: int) -> None:
+    """Kill `rank` about `steps` steps after the newest checkpoint; what is left must be whole."""
+    before = checkpoints.newest(run / "checkpoints")[0]
+    after = (before.step if before else 0) + steps
+    process = started(run, *(["--resume"] if before else []))
     wait_for_steps(run, after, process)
-    time.sleep(random.random() * 0.3)
+    time.sleep(random.random() * 0.05)  # some two steps
     os.kill(pid(run, rank), signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     answer = json.loads(out)
@@ -110,8 +112,8 @@ def kill_one(run: Path, rank: int, after: int) -> None:
     assert gone(run), "no process is left over"
     found, skipped = checkpoints.newest(run / "checkpoints")
     assert not skipped, "no checkpoint is torn"
-    if found is not None:
-        assert found.step >= after // 2
+    assert found is not None
+    assert found.step > after - 4
 
 
 def test_a_killed_rank_ends_the_job_and_the_checkpoint_stays(single: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -130,9 +132,9 @@ def test_ten_kills_lose_nothing(single: Path, tmp_path: Path) -> None:  # noqa: 
     """Every other time rank 0, which writes the checkpoints, one every two steps."""
     run = often_saved(single, tmp_path / "run")
     for number in range(10):
-        kill_one(run, number % 2, 4 * (number + 1))
+        kill_one(run, number % 2, 3)
     engine.train(RunDirectory.open(run), engine.Options(steps=50, resume=True))
-    assert [r["loss"] for r in metrics(run)] == pytest.approx([r["loss"] for r in metrics(single)], rel=1e-5)
+    assert [r["loss"] for r in metrics(run)] == pytest.approx([r["loss"] for r in metrics(single)[:50]], rel=1e-5)
 
 
 def test_kill_9_of_the_command_takes_all_along(single: Path, tmp_path: Path) -> None:  # noqa: F811
