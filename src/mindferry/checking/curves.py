@@ -225,6 +225,11 @@ EVENT_TAGS = {
     "loss": ("train/loss", "loss", "lm loss", "lm-loss-training/lm loss", "train_loss", "loss/train"),
     "lr": ("train/learning_rate", "learning-rate", "lr", "learning_rate", "learning-rate/learning-rate"),
     "grad_norm": ("train/grad_norm", "grad-norm", "grad_norm", "grad-norm/grad-norm", "global_norm"),
+    # As `mindferry train` logs them.
+    **{
+        name: (f"train/{name}",)
+        for name in ("data_time", "compute_time", "step_time", "tokens_per_second", "peak_memory_bytes")
+    },
 }
 
 

@@ -3,10 +3,12 @@
 A file is a row of TFRecords: length uint64, masked CRC-32C of it, data, masked CRC-32C of the data; the data is
 a tensorflow.Event message (wall_time 1: double, step 2: int64, file_version 3: string, summary 5), a summary
 holds values (1) of tag (1) and simple_value (2: float) or tensor (8) with float_val (5) or tensor_content (4).
+A session_log (7) of status (1) START = 1 makes readers drop what they have from its step on.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,17 +142,31 @@ def _record(handle: BinaryIO, data: bytes) -> None:
     handle.write(head + struct.pack("<I", masked_crc(head)) + data + struct.pack("<I", masked_crc(data)))
 
 
+def begin(handle: BinaryIO, wall: float) -> None:
+    """Begin an event file: its version, and that what was shown of earlier files is void from step 1 on."""
+    stamp = b"\x09" + struct.pack("<d", wall)
+    _record(handle, stamp + _message(3, b"brain.Event:2"))
+    _record(handle, stamp + b"\x10\x01" + _message(7, b"\x08\x01"))
+
+
+def append_scalars(handle: BinaryIO, wall: float, step: int, values: dict[str, float]) -> None:
+    """Append tag -> value (kept as float32) of a step; `wall` is Unix time in seconds."""
+    summary = b"".join(
+        _message(1, _message(1, tag.encode()) + b"\x15" + _float32(value)) for tag, value in values.items()
+    )
+    _record(handle, b"\x09" + struct.pack("<d", wall) + b"\x10" + _length(step) + _message(5, summary))
+
+
+def _float32(value: float) -> bytes:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(math.inf, value))
+
+
 def write_scalars(path: Path, rows: list[tuple[float, int, dict[str, float]]]) -> None:
     """Write an event file of (wall time in s, step, tag -> value)."""
     with open(path, "wb") as handle:
-        _record(
-            handle, b"\x09" + struct.pack("<d", rows[0][0] if rows else 0.0) + _message(3, b"brain.Event:2")
-        )
+        begin(handle, rows[0][0] if rows else 0.0)
         for wall, step, values in rows:
-            summary = b"".join(
-                _message(1, _message(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
-                for tag, value in values.items()
-            )
-            _record(
-                handle, b"\x09" + struct.pack("<d", wall) + b"\x10" + _length(step) + _message(5, summary)
-            )
+            append_scalars(handle, wall, step, values)

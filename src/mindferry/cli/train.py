@@ -29,11 +29,12 @@ def train(
 ) -> Result:
     """Train a run with mindformers' own Trainer.
 
-    Writes RUN/metrics.jsonl (a line a step), RUN/checkpoints/ and RUN/logs/. The first Ctrl-C finishes the step
-    and saves a checkpoint, the second ends at once.
+    Writes RUN/metrics.jsonl (a line a step) with TensorBoard events beside it, RUN/checkpoints/ and RUN/logs/. The
+    first Ctrl-C finishes the step and saves a checkpoint, the second ends at once.
 
     With --workers, logs of the processes are in RUN/logs/workers/msrun/worker_R.log.
     """
+    from mindferry.checking.event_log import EventLog
     from mindferry.cli.choices import one_of
     from mindferry.diagnosis.loss.band import Band
     from mindferry.diagnosis.startup.report import explained
@@ -61,13 +62,14 @@ def train(
         Progress("training", total=total, unit="steps") as bar,
         output_to(log),
     ):
-        band, warnings = Band(), []
+        band, warnings, events = Band(), [], EventLog(directory.root)
         crowd = processes.too_many(workers)
         if crowd:
             bar.say(f"warning: {crowd}")
             warnings.append(Finding("workers.cores", "warning", crowd))
 
         def on_step(record: dict[str, Any]) -> None:
+            events.feed(record)
             for finding in band.feed(record):
                 warnings.append(finding)
                 bar.say(f"warning: {finding.message}")
