@@ -1,0 +1,1 @@
+"""How a model is cut over ranks: the partition dimension of every parameter, the ranks' layout, resharding."""
