@@ -7,14 +7,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mindferry.data.megatron import open_megatron, paths
+import numpy as np
+
+from mindferry.data.megatron import MegatronDataset, open_megatron, paths
 from mindferry.data.mindrecord import COLUMNS
-from mindferry.data.order import blend_order, split_ranges
+from mindferry.data.order import GPTSampleOrder, blend_order, split_ranges
 from mindferry.errors import MindferryError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def megatron_train_dataset(
@@ -49,15 +55,7 @@ def megatron_train_dataset(
     blend_order([weight for weight, _ in parts], 1)  # checks the weights
     names = []
     for _, prefix in parts:
-        data = open_megatron(prefix)
-        train = split_ranges(split, len(data.lengths))[0]
-        tokens = int(data.lengths[train.start : train.stop].sum(dtype="int64"))
-        if tokens < seq_length + 1:
-            raise UsageError(
-                f"{prefix}: {tokens} tokens in train of split {split!r}, expected at least {seq_length + 1}",
-                remedy="give more data or another split; nanoGPT's train.bin is one sequence, which no split divides",
-                id="data.too-short",
-            )
+        _check_part(prefix, seq_length, split)
         names.append(str(paths(prefix)[0].with_suffix("").resolve()))
     total = sum(weight for weight, _ in parts)
     if len(names) == 1:
@@ -100,6 +98,105 @@ def megatron_train_dataset(
         "prefetch_size": prefetch_size,
         "seed": seed,
     }
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The Megatron files of a run.yaml as its loader mixes them, read with numpy alone.
+
+    Attributes:
+        parts: (share, prefix); the shares sum to 1.
+        seq_length: tokens of a sample.
+        samples: how many the run asks for.
+        seed, split: as Megatron's.
+    """
+
+    parts: tuple[tuple[float, Path], ...]
+    seq_length: int
+    samples: int
+    seed: int
+    split: str
+
+    @classmethod
+    def of(cls, loader: Mapping[str, Any], root: Path = Path()) -> Blend:
+        """From run.yaml's train_dataset.data_loader; relative prefixes start at `root`.
+
+        Raises:
+            UsageError: several prefixes without a weight before each, or a weight that is not positive.
+        """
+        config = loader["config"]
+        where = "run.yaml: train_dataset.data_loader.config.data_path"
+        words = [str(word).strip() for word in config["data_path"]]
+        if len(words) == 1:
+            words = ["1", *words]
+        try:
+            if len(words) % 2:
+                raise ValueError
+            weights = [float(word) for word in words[::2]]
+        except ValueError:
+            raise UsageError(
+                f"{where}: found {config['data_path']}, expected one prefix, or a weight before each",
+                remedy="write it as Megatron does: ['0.7', 'data/a', '0.3', 'data/b']",
+                id="megatron.blend",
+            ) from None
+        blend_order(weights, 1)  # checks the weights
+        prefixes = [paths(root / word)[0].with_suffix("") for word in words[1::2]]
+        parts = tuple((w / sum(weights), p) for w, p in zip(weights, prefixes, strict=True))
+        return cls(parts, config["seq_length"], loader["sizes"][0], config["seed"], config["split"])
+
+    def check(self) -> None:
+        """Open every part.
+
+        Raises:
+            UsageError: a missing file, or fewer tokens in the train split than one sample.
+            MindferryError: a damaged index.
+        """
+        for _, prefix in self.parts:
+            _check_part(prefix, self.seq_length, self.split)
+
+    def identity(self) -> list[Any]:
+        """What the order of the samples follows from; plain data."""
+        parts = [[share, open_megatron(prefix).tokens] for share, prefix in self.parts]
+        return [parts, self.seq_length, self.samples, self.seed, self.split]
+
+
+class BlendedSamples:
+    """The samples of a Blend in the order of training; number k is tokens [seq_length + 1]."""
+
+    def __init__(self, blend: Blend) -> None:
+        self._blend = blend
+        self._which, self._number, built = None, None, [blend.samples]
+        if len(blend.parts) > 1:
+            self._which, self._number, built = blend_order([share for share, _ in blend.parts], blend.samples)
+        self._orders = []
+        for (_, prefix), size in zip(blend.parts, built, strict=True):
+            data = open_megatron(prefix)
+            train = split_ranges(blend.split, len(data.lengths))[0]
+            self._orders.append(GPTSampleOrder(data, blend.seq_length, size, blend.seed, train))
+
+    def __len__(self) -> int:
+        return self._blend.samples
+
+    def __getitem__(self, k: int) -> NDArray[np.int64]:
+        if not 0 <= k < len(self):
+            raise IndexError(k)
+        if self._which is None or self._number is None:
+            return self._orders[0].tokens(k)
+        return self._orders[self._which[k]].tokens(int(self._number[k]))
+
+
+def _check_part(prefix: Path, seq_length: int, split: str) -> MegatronDataset:
+    """The opened data set, if its train split has a sample."""
+    data = open_megatron(prefix)
+    train = split_ranges(split, len(data.lengths))[0]
+    tokens = int(data.lengths[train.start : train.stop].sum(dtype="int64"))
+    if tokens < seq_length + 1:
+        raise UsageError(
+            f"{prefix}: {tokens} tokens in train of split {split!r}, expected at least {seq_length + 1}",
+            remedy="give more data or another split; nanoGPT's train.bin is one sequence, which no split divides",
+            id="data.too-short",
+        )
+    return data
 
 
 def compile_megatron_helper(directory: Path | None = None) -> Path:

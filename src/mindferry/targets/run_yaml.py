@@ -6,10 +6,11 @@ import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mindferry.errors import UsageError, did_you_mean
 from mindferry.spec import LossScale, ModelSpec, Recipe, Schedule, spec_from
+from mindferry.targets import recompute
 from mindferry.targets.model_keys import canonical, model_config_from
 
 MAX_YAML_BYTES = 1 << 20
@@ -51,6 +52,7 @@ _NOTES = {
     "layer_spec": "portable: any device; reference: mindformers' own modules (Ascend)",
     "activation": "the exact function: gelu_tanh (HF gelu_new) or gelu_erf (HF gelu)",
     "optimizer": "AdamW with bias correction; 1-D tensors and biases are not decayed",
+    "recompute": "true: every layer; [n]: the first n; select_recompute names parts of the other layers",
     "mode": "0: graph (compiled), 1: PyNative (eager, for debugging)",
     "gradient_accumulation_steps": "micro-batches of batch_size per optimizer step (`mindferry train` does them)",
 }
@@ -253,13 +255,7 @@ def build(
             "use_seq_parallel": False,
             "vocab_emb_dp": False,
         },
-        "recompute_config": {
-            "recompute": False,
-            "select_recompute": False,
-            "parallel_optimizer_comm_recompute": False,
-            "mp_comm_recompute": True,
-            "recompute_slice_activation": False,
-        },
+        "recompute_config": recompute.block(recipe.recompute),
         "callbacks": [
             {"type": "MFLossMonitor", "per_print_times": 1},
             {
@@ -396,10 +392,10 @@ def _known(model: Any, loc: list[str]) -> list[str]:
     for part in loc:
         field = model.model_fields.get(part) or model.model_fields.get(f"{part}_")
         annotation = getattr(field, "annotation", None)
-        if hasattr(annotation, "model_fields"):
-            model = annotation
-        else:
+        sections = [each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields")]
+        if not sections:
             break
+        model = sections[0]
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
@@ -431,4 +427,5 @@ def read(path: Path) -> dict[str, Any]:
     content = checked.model_dump(by_alias=True, exclude_none=True)
     ours, base = canonical(checked.model.model_config_, f"{path}: model.model_config")
     content["model"]["model_config"] = {**base, **ours}
+    recompute.check(content, str(path))
     return content

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 Number = float
 
@@ -94,11 +94,51 @@ class LrSchedule(Section):
     wsd_shape: StrictStr | None = None
 
 
+class MegatronConfig(Section):
+    """What BlendedMegatronDatasetDataLoader takes; masks made there are for layers that we do not use."""
+
+    data_path: list[StrictStr | StrictInt | float] = Field(min_length=1)
+    seq_length: StrictInt = Field(gt=0)
+    split: StrictStr = "1, 0, 0"
+    seed: StrictInt = 1234
+    path_to_cache: StrictStr | None = None
+    mmap_bin_files: StrictBool = True
+    num_dataset_builder_threads: StrictInt = Field(1, gt=0)
+    create_attention_mask: Literal[False] = False
+    create_compressed_eod_mask: Literal[False] = False
+    reset_attention_mask: Literal[False] = False
+    reset_position_ids: StrictBool = False
+    eod_mask_loss: StrictBool = False
+    add_extra_token_to_sequence: Literal[True] = True
+    eod: StrictInt = -1
+    pad: StrictInt = -1
+
+
+MEGATRON_LOADER = "BlendedMegatronDatasetDataLoader"
+
+
 class DataLoader(Section):
     type: StrictStr = "MindDataset"
     dataset_dir: StrictStr | None = None
     dataset_files: StrictStr | list[StrictStr] | None = None
     shuffle: StrictBool = True
+    # BlendedMegatronDatasetDataLoader's own
+    datasets_type: Literal["GPTDataset"] | None = None
+    sizes: list[StrictInt] | None = Field(None, min_length=3, max_length=3)
+    config: MegatronConfig | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_its_type(self) -> DataLoader:
+        own, other = ("datasets_type", "sizes", "config"), ("dataset_dir", "dataset_files")
+        if self.type != MEGATRON_LOADER:
+            own, other = (), own
+        missing = [key for key in own if getattr(self, key) is None]
+        wrong = [key for key in other if getattr(self, key) is not None]
+        if missing or wrong:
+            problems = [f"missing {', '.join(missing)}"] * bool(missing)
+            problems += [f"{', '.join(wrong)} belong to another loader"] * bool(wrong)
+            raise ValueError(f"type {self.type}: {' and '.join(problems)}")
+        return self
 
 
 class TrainDataset(Section):

@@ -7,6 +7,8 @@
 | TabledLR | schedules are computed in float32, and several of other frameworks have no class |
 | FlooredLossScale | DynamicLossScaleUpdateCell falls to 1 at the least, whatever the source's floor |
 | AdamWDecayAll | 1-D tensors and biases are never decayed, even where the source does it |
+| OrderedMegatronLoader | the loader of Megatron files waits with Barrier, which has no CPU kernel; several
+  processes read with numpy, in the same order |
 | quiet() | mindformers opens log files in ./output and MindSpore prints to stderr while they are imported |
 | affinity_cpu_list: [] | mindformers always binds MindSpore's threads to cores, meant for hosts of NPUs with
   many; on two cores it made a step 1.6 times slower (0.43 s against 0.26 s, a 4-layer GPT-2) |
@@ -59,6 +61,7 @@ ACCUMULATING_WRAPPERS = ("PortableTrainOneStepCell", "AccumulatingTrainOneStepCe
 
 def register_wrappers() -> None:
     """Register our step wrappers, learning rates and optimizers with mindformers (idempotent)."""
+    import mindferry.training.megatron_loader
     import mindferry.training.optimizers
     import mindferry.training.schedule
     import mindferry.training.wrappers  # noqa: F401

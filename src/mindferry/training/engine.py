@@ -15,7 +15,7 @@ from typing import Any
 from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
-from mindferry.training import compat, data_parallel
+from mindferry.training import compat, data_parallel, data_source
 from mindferry.training.interruption import Interruption, StopFile
 from mindferry.training.loss_scale import ScaleWatch
 from mindferry.training.outcome import Outcome
@@ -89,12 +89,7 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
             remedy="set it to false: a CPU has no device queue to sink data into",
             id="sink.device",
         )
-    loader = content["train_dataset"]["data_loader"]
-    for key in ("dataset_dir", "dataset_files"):
-        if isinstance(loader.get(key), str):
-            loader[key] = _inside(run, loader[key])
-        elif loader.get(key):
-            loader[key] = [_inside(run, item) for item in loader[key]]
+    data_source.make_absolute(content, run.root)
     if content["load_checkpoint"]:
         content["load_checkpoint"] = _inside(run, content["load_checkpoint"])
     content["output_dir"] = _inside(run, content["output_dir"])
@@ -141,6 +136,7 @@ def _engine_config(content: dict[str, Any], run: RunDirectory, rank: int = 0) ->
     elif content["runner_wrapper"]["type"] == "MFTrainOneStepCell" and _needs_own_steps(content):
         content["runner_wrapper"]["type"] = "AccumulatingTrainOneStepCell"
     data_parallel.engine_settings(content)
+    data_source.portable(content)
     content["callbacks"] = [c for c in content["callbacks"] if c["type"] != "CheckpointMonitor"]
     _tabled_schedule(content)
     _own_steps(content)
@@ -213,6 +209,7 @@ def set_up(content: dict[str, Any], run: RunDirectory, rank: int = 0) -> Any:
     config = _engine_config(content, run, rank)
     # mindformers keeps one context a process; what may change between two set-ups is set below.
     build_context(config)
+    data_source.engine_settings(config)
     ms.set_context(mode=content["context"]["mode"])
     if content["context"]["device_target"] == "CPU":
         compat.synchronous_pynative()
@@ -358,7 +355,7 @@ def fit(
     if checkpoint:
         content["load_checkpoint"] = str(checkpoint.model)
     if options.workers > 1:
-        data_parallel.even_shards(content, _rows(content), options.workers)
+        data_parallel.even_shards(content, data_source.rows(content), options.workers)
     config = set_up(content, run, options.rank)
     folder = run.logs / "engine"
     with _working_in(folder / f"rank_{options.rank}" if options.workers > 1 else folder):
@@ -380,7 +377,7 @@ def _fit(
 
     outcome = Outcome(first_step=start, last_step=start)
     outcome.notes = precision_notes(copy.deepcopy(content))
-    rows = _rows(content)
+    rows = data_source.rows(content)
     runner = content["runner_config"]
     batch = runner["batch_size"] * runner["gradient_accumulation_steps"] * options.workers
     steps_per_epoch = rows // batch
@@ -390,6 +387,7 @@ def _fit(
             f"most the {rows} sequences in data/",
             id="data.too-small",
         )
+    data_source.check_megatron(content, batch, checkpoint)
     skip = _data_position(checkpoint, batch, steps_per_epoch)
     config.runner_config.epochs = -(-(skip + last - start) // steps_per_epoch)
     if skip:
@@ -401,6 +399,7 @@ def _fit(
 
     monitor = next((c for c in content["callbacks"] if c["type"] == "CheckpointMonitor"), None)
     state = {"seed": content["seed"], "global_batch_size": batch, "steps_per_epoch": steps_per_epoch}
+    state |= data_source.identity(content)
     weights = checkpoint.model if checkpoint else Path(content["load_checkpoint"])
     parts: list[Any] = [callbacks.BeforeTraining(lambda: check_weights(weights, model()))]
     if options.workers > 1:
@@ -445,7 +444,8 @@ def _fit(
         )
     trainer = Trainer(args=config, callbacks=parts)
     holder["trainer"] = trainer
-    trainer.train()
+    with data_source.helper_for(content):
+        trainer.train()
     outcome.optimizer_bytes = callbacks.optimizer_bytes(trainer.trainer.optimizer)
     return outcome
 
@@ -480,10 +480,3 @@ def _watch(content: dict[str, Any], checkpoint: Any) -> ScaleWatch:
     if not isinstance(sense, dict) or sense["type"] == "FixedLossScaleUpdateCell":
         return ScaleWatch(skipped=skipped)
     return ScaleWatch(dynamic=True, floor=float(sense["scale_floor"]), skipped=skipped)
-
-
-def _rows(content: dict[str, Any]) -> int:
-    """Number of sequences in the training data."""
-    from mindspore.dataset import MindDataset
-
-    return MindDataset([str(path) for path in run_yaml.data_files(content)]).get_dataset_size()
