@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from mindferry.data import DataOptions, build_dataset, megatron_train_dataset
-from mindferry.data.megatron import open_megatron
+from mindferry.data.blend import Blend, BlendedSamples
+from mindferry.data.megatron import MegatronWriter, open_megatron
 from mindferry.data.order import GPTSampleOrder, blend_order
 from mindferry.errors import UsageError
 from mindferry.targets import run_yaml
@@ -165,6 +166,82 @@ def test_a_damaged_index_is_one_line(run: Path) -> None:
     assert done.returncode == 1
     assert "train.idx: byte" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_data_use_writes_the_block(run: Path, corpus: Path, tmp_path: Path) -> None:
+    """From a run on MindRecord to one on Megatron files; the rest of run.yaml stays, comments too."""
+    content = run_yaml.load_yaml(run / "run.yaml")
+    (run / "run.yaml").unlink()
+    content["train_dataset"]["data_loader"] = {
+        "type": "MindDataset",
+        "dataset_files": ["./data/train.mindrecord"],
+    }
+    content["train_dataset"]["prefetch_size"] = 3
+    (run / "run.yaml").write_text(run_yaml.dump(content) + "# the last word\n", encoding="utf-8")
+    before = run_yaml.load_yaml(run / "run.yaml")
+    a, b = run / "data/a/train", run / "data/b/train"
+    done = run_cli("data", "use", run, "3", a, "1", f"{b}.bin", "--seed", str(SEED), "--json")
+    assert done.returncode == 0, done.stderr
+    after = run_yaml.read(run / "run.yaml")
+    loader = after["train_dataset"]["data_loader"]
+    assert loader["config"]["data_path"] == ["0.75", str(a.resolve()), "0.25", str(b.resolve())]
+    assert loader["sizes"] == [STEPS * BATCH, 0, 0]
+    assert (loader["config"]["seed"], after["train_dataset"]["prefetch_size"]) == (SEED, 3)
+    assert json.loads(done.stdout)["train_dataset"]["data_loader"]["sizes"] == [STEPS * BATCH, 0, 0]
+    assert (run / "run.yaml").read_text().endswith("# the last word\n")
+    assert {k: v for k, v in run_yaml.load_yaml(run / "run.yaml").items() if k != "train_dataset"} == {
+        k: v for k, v in before.items() if k != "train_dataset"
+    }
+    samples = BlendedSamples(Blend.of(loader, run))
+    tokens = expected_tokens(run, 20)
+    np.testing.assert_array_equal(np.stack([samples[k] for k in range(20)]), tokens)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["{a}", "{b}"], 2, "expected one prefix, or a weight before each"),
+        (["1", "{a}", "x", "{b}"], 2, "expected one prefix, or a weight before each"),
+        (["1", "{a}", "-1", "{b}"], 2, "expected positive numbers"),
+        (["{a}x"], 2, "no such file"),
+        (["{wide}"], 1, "wide.bin: document 1: token 300 at position 1, expected ids below 300"),
+    ],
+)
+def test_data_use_refuses_and_leaves_run_yaml(run: Path, words: list[str], code: int, message: str) -> None:
+    writer = MegatronWriter(run, "wide", np.uint16)
+    for ids in (range(100), [7, 300, 8]):
+        writer.add(np.asarray(ids))
+        writer.end_document()
+    writer.finish(run / "wide")
+    before = (run / "run.yaml").read_bytes()
+    names = {"a": run / "data/a/train", "b": run / "data/b/train", "wide": run / "wide"}
+    done = run_cli("data", "use", run, "--seed", "1", "--", *(word.format(**names) for word in words))
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (run / "run.yaml").read_bytes() == before
+
+
+def test_doctor_and_verify_take_megatron_files(run: Path) -> None:
+    """doctor data looks at the samples of training and times the pipeline; verify compares on them."""
+    done = run_cli("doctor", "data", run, "--seconds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["statistics"]["tokens"] == STEPS * BATCH * SEQ_LENGTH
+    expected = np.unique(expected_tokens(run, STEPS * BATCH)[:, :-1])
+    assert (answer["statistics"]["distinct"], answer["statistics"]["largest"]) == (
+        len(expected),
+        expected[-1],
+    )
+    assert answer["pipeline"][0]["batches"] > 0
+    assert not (run / "data/index-cache").exists()
+    from mindferry.checking.sides import first_batch
+    from mindferry.training.engine import prepare
+
+    batch = first_batch(prepare(RunDirectory.open(run), Options()), 3)
+    tokens = expected_tokens(run, 3)
+    np.testing.assert_array_equal(batch.input_ids, tokens[:, :-1])
+    np.testing.assert_array_equal(batch.labels, tokens[:, 1:])
 
 
 def test_two_workers_read_the_same_samples(run: Path, tmp_path: Path) -> None:

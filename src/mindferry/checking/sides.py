@@ -13,6 +13,7 @@ import numpy as np
 from mindferry.errors import MindferryError, UsageError
 from mindferry.targets.run_directory import RunDirectory
 from mindferry.targets.run_yaml import ARCHITECTURES, COLUMNS, data_files
+from mindferry.targets.schema import MEGATRON_LOADER
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Trace:
 
 
 def first_batch(content: Mapping[str, Any], size: int) -> Batch:
-    """The first `size` rows of the run's training data, in file order."""
+    """The first `size` rows of the run's training data, in file order; with Megatron files, in that of training."""
+    loader = content["train_dataset"]["data_loader"]
+    if loader["type"] == MEGATRON_LOADER:
+        return _first_samples(loader, size)
     from mindspore.dataset import MindDataset
 
     files = [str(path) for path in data_files(content)]
@@ -51,6 +55,16 @@ def first_batch(content: Mapping[str, Any], size: int) -> Batch:
     for values in rows.create_tuple_iterator(num_epochs=1, output_numpy=True):
         return Batch(*(np.ascontiguousarray(value, dtype=np.int32) for value in values))
     raise UsageError("the run's data has no rows", remedy="migrate again")
+
+
+def _first_samples(loader: Mapping[str, Any], size: int) -> Batch:
+    from mindferry.data.blend import Blend, BlendedSamples
+
+    samples = BlendedSamples(Blend.of(loader))
+    tokens = np.stack([samples[k] for k in range(min(size, len(samples)))]).astype(np.int32)
+    ids = np.ascontiguousarray(tokens[:, :-1])
+    positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+    return Batch(ids, np.ascontiguousarray(tokens[:, 1:]), np.ones_like(ids), positions)
 
 
 def require_torch() -> None:

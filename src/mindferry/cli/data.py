@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mindferry.data.report import DataReport
 
 BUILD_EXAMPLE = "Example: mindferry data build corpus/ --tokenizer gpt2/ --out data/ --seq-length 1024"
+USE_EXAMPLE = "Example: mindferry data use run/ 0.7 books/train 0.3 code/train --seed 1234"
 SHOW_EXAMPLE = "Example: mindferry data show data/train.mindrecord --tokenizer gpt2/"
 
 # Below this entropy of single tokens, text repeats itself or is no text.
@@ -209,8 +210,85 @@ def show(
     )
 
 
+def _weighted(parts: list[str]) -> list[tuple[float, Path]]:
+    """[(weight, prefix)] of the words of a command line: one prefix, or a weight before each."""
+    from mindferry.errors import UsageError
+
+    words = ["1", *parts] if len(parts) == 1 else parts
+    try:
+        return [(float(weight), Path(prefix)) for weight, prefix in zip(words[::2], words[1::2], strict=True)]
+    except ValueError:
+        raise UsageError(
+            f"found {' '.join(parts)}, expected one prefix, or a weight before each",
+            remedy="as for Megatron-LM's --data-path: 0.7 books/train 0.3 code/train",
+            id="megatron.blend",
+        ) from None
+
+
+@command("data use")
+def use(
+    run: Path = typer.Argument(..., metavar="RUN", help="Directory made by migrate."),
+    parts: list[str] = typer.Argument(
+        ..., metavar="[WEIGHT] PREFIX...", help="PREFIX.bin and PREFIX.idx; several: a weight before each."
+    ),
+    seed: int = typer.Option(1234, "--seed", help="Megatron-LM's --seed: decides the order of the samples."),
+    split: str = typer.Option(
+        "1, 0, 0", "--split", help="Megatron-LM's --split; its first share is trained on."
+    ),
+    samples: int | None = typer.Option(
+        None,
+        "--samples",
+        min=1,
+        help="Samples to lay out: all steps' sequences. The order follows from it, too.",
+    ),
+    json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> Result:
+    """Have a run train on Megatron files as they are, in Megatron's order: sets train_dataset of its run.yaml.
+
+    Every id is compared with the model's vocabulary first. The rest of run.yaml stays.
+    """
+    from mindferry.data.blend import check_vocabulary, megatron_train_dataset
+    from mindferry.data.megatron import paths
+    from mindferry.errors import UsageError
+    from mindferry.targets import run_yaml
+    from mindferry.targets.edit import edited
+    from mindferry.targets.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    content = run_yaml.read(directory.yaml)
+    model, runner = content["model"]["model_config"], content["runner_config"]
+    needed = (
+        content["lr_schedule"]["total_steps"] * runner["batch_size"] * runner["gradient_accumulation_steps"]
+    )
+    if samples is not None and samples < needed:
+        raise UsageError(
+            f"--samples: found {samples}, expected at least {needed}, the sequences of all steps of run.yaml",
+            id="megatron.sizes",
+        )
+    weighted = _weighted(parts)
+    block = megatron_train_dataset(
+        weighted, seq_length=model["seq_length"], samples=samples or needed, seed=seed, split=split
+    )
+    with Progress(
+        "checking ids", total=sum(paths(p)[0].stat().st_size for _, p in weighted), unit="B"
+    ) as bar:
+        for _, prefix in weighted:
+            check_vocabulary(prefix, model["vocab_size"], bar.advance)
+    for key in ("num_parallel_workers", "prefetch_size"):
+        block[key] = content["train_dataset"][key]
+    with edited(directory.yaml) as text:
+        text["train_dataset"] = block
+    loader = block["data_loader"]
+    return Result(
+        extra={"run": str(directory.root), "train_dataset": block},
+        text=f"{directory.yaml}\n  train_dataset: {', '.join(map(str, loader['config']['data_path']))}\n"
+        f"  {loader['sizes'][0]:,} samples of {model['seq_length']}, seed {seed}, split {split}",
+    )
+
+
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, help="Make token files from a corpus, and look at them.")
     group.command("build", epilog=BUILD_EXAMPLE)(build)
+    group.command("use", epilog=USE_EXAMPLE)(use)
     group.command("show", epilog=SHOW_EXAMPLE)(show)
     app.add_typer(group, name="data")

@@ -26,13 +26,43 @@ _WORTH_WRITING = 1.10
 _SAMPLE_ROWS = 256
 
 
-def _sample(run: RunDirectory, path: Path, content: dict[str, Any]) -> tuple[TokenStatistics, list[Finding]]:
-    from mindferry.data import load_tokenizer, sample_tokens, token_statistics
+def _tokens(run: RunDirectory, content: dict[str, Any]) -> tuple[Path, Any]:
+    """(first file, ids of _SAMPLE_ROWS rows) after a check of all files; their paths in `content` become absolute.
+
+    Raises:
+        UsageError, MindferryError: the files do not fit run.yaml, or are damaged.
+    """
+    import numpy as np
+
+    from mindferry.data import check_mindrecord, sample_tokens
+    from mindferry.data.blend import Blend, BlendedSamples
+    from mindferry.targets import run_yaml
+    from mindferry.training import data_source
+
+    section = content["train_dataset"]
+    data_source.make_absolute(content, run.root)
+    seq_length = int(content["model"]["model_config"].get("seq_length") or 0)
+    if data_source.is_megatron(content):
+        data_source.check_megatron(content, data_source.sequences_per_step(content))
+        blend = Blend.of(section["data_loader"])
+        samples = BlendedSamples(blend)
+        rows = [samples[k][:-1] for k in range(min(_SAMPLE_ROWS, len(samples)))]
+        return blend.parts[0][1], np.concatenate(rows)
+    files = run_yaml.data_files(content, run.root)
+    for path in files:
+        check_mindrecord(path, section["input_columns"], seq_length)
+    section["data_loader"] = {**section["data_loader"], "dataset_files": [str(path) for path in files]}
+    section["data_loader"].pop("dataset_dir", None)
+    return files[0], sample_tokens(files[0], limit=_SAMPLE_ROWS * (seq_length + 1))
+
+
+def _sample(run: RunDirectory, content: dict[str, Any]) -> tuple[TokenStatistics, list[Finding]]:
+    from mindferry.data import load_tokenizer, token_statistics
     from mindferry.data.tokenizer import FILE_NAMES
     from mindferry.errors import MindferryError
 
     model = content["model"]["model_config"]
-    seq_length = int(model.get("seq_length") or 1024)
+    path, tokens = _tokens(run, content)
     folder = run.root / "tokenizer"
     files = {name: folder / name for name in FILE_NAMES if (folder / name).is_file()}
     try:
@@ -40,7 +70,7 @@ def _sample(run: RunDirectory, path: Path, content: dict[str, Any]) -> tuple[Tok
     except MindferryError:
         tokenizer = None  # text is a comfort here; `migrate` has judged the tokenizer
     found = token_statistics(
-        sample_tokens(path, limit=_SAMPLE_ROWS * (seq_length + 1)),
+        tokens,
         model.get("vocab_size"),
         tokenizer=tokenizer,
         eod_token_id=model.get("eos_token_id"),
@@ -98,22 +128,12 @@ def _waiting(times: StepTimes | None, now: Timing, best: Timing) -> list[Finding
 
 def _write(path: Path, settings: Settings) -> None:
     """Put `settings` into train_dataset of run.yaml; everything else of the file stays, comments too."""
-    import io
+    from mindferry.targets.edit import edited
 
-    from ruamel.yaml import YAML
-
-    from mindferry.targets.run_directory import write_text
-
-    yaml = YAML(typ="rt")
-    yaml.preserve_quotes = True
-    yaml.width = 4096
-    content = yaml.load(path.read_text(encoding="utf-8"))
-    section = content["train_dataset"]
-    section["num_parallel_workers"] = settings.num_parallel_workers
-    section["prefetch_size"] = settings.prefetch_size
-    stream = io.StringIO()
-    yaml.dump(content, stream)
-    write_text(path, stream.getvalue())
+    with edited(path) as content:
+        section = content["train_dataset"]
+        section["num_parallel_workers"] = settings.num_parallel_workers
+        section["prefetch_size"] = settings.prefetch_size
 
 
 def _text(times: StepTimes | None, timings: list[Timing], now: Settings, found: TokenStatistics) -> str:
@@ -144,29 +164,25 @@ def data(
     """Look at the data of a run: files, a sample of tokens, speed, and whether the model waits for it."""
     import tempfile
 
-    from mindferry.data import check_mindrecord
     from mindferry.data.pipeline import Settings, candidates, step_times, try_settings
     from mindferry.targets import run_yaml
     from mindferry.targets.run_directory import RunDirectory
-    from mindferry.training import compat
+    from mindferry.training import compat, data_source
 
     directory = RunDirectory.open(run)
     content = run_yaml.read(directory.yaml)
     section = content["train_dataset"]
-    files = run_yaml.data_files(content, directory.root)
-    seq_length = int(content["model"]["model_config"].get("seq_length") or 0)
-    for path in files:
-        check_mindrecord(path, section["input_columns"], seq_length)
-    found, findings = _sample(directory, files[0], content)
-    section["data_loader"] = {**section["data_loader"], "dataset_files": [str(path) for path in files]}
-    section["data_loader"].pop("dataset_dir", None)
+    found, findings = _sample(directory, content)
     now = Settings(section["num_parallel_workers"], section["prefetch_size"])
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress("trying settings", total=2 * len(candidates(now)), unit="runs") as bar,
         output_to(Path(folder) / "pipeline.log"),
+        data_source.helper_for(content),
     ):
         compat.quiet(Path(folder))
+        if data_source.is_megatron(content):
+            section["data_loader"]["config"]["path_to_cache"] = folder
         batch_size = content["runner_config"]["batch_size"]
         timings = try_settings(section, batch_size, now, seconds, lambda n, note: bar.advance(n, note))
     times = step_times(directory.metrics)

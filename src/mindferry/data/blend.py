@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,14 @@ import numpy as np
 from mindferry.data.megatron import MegatronDataset, open_megatron, paths
 from mindferry.data.mindrecord import COLUMNS
 from mindferry.data.order import GPTSampleOrder, blend_order, split_ranges
+from mindferry.data.tokens import check_ids
 from mindferry.errors import MindferryError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# Ids looked at in one go.
+_SCANNED = 1 << 22
 
 
 def megatron_train_dataset(
@@ -197,6 +201,28 @@ def _check_part(prefix: Path, seq_length: int, split: str) -> MegatronDataset:
             id="data.too-short",
         )
     return data
+
+
+def check_vocabulary(
+    prefix: Path, vocab_size: int, advance: Callable[[int], None] = lambda read: None
+) -> None:
+    """Look at every id of a Megatron data set; `advance` is told the bytes read.
+
+    Raises:
+        MindferryError: names the first id outside 0..vocab_size-1, its document and its position.
+    """
+    data = open_megatron(prefix)
+    if data.contiguous:
+        stream = data.stream()
+        for start in range(0, len(stream), _SCANNED):
+            part = stream[start : start + _SCANNED]
+            if len(part) and not (part.min() >= 0 and part.max() < vocab_size):
+                break
+            advance(part.nbytes)
+        else:
+            return
+    for i, ids in enumerate(data.iter_documents()):
+        check_ids(ids, vocab_size, f"{data.bin}: document {i}")
 
 
 def compile_megatron_helper(directory: Path | None = None) -> Path:

@@ -129,11 +129,10 @@ class DataLoader(Section):
 
     @model_validator(mode="after")
     def _keys_of_its_type(self) -> DataLoader:
-        own, other = ("datasets_type", "sizes", "config"), ("dataset_dir", "dataset_files")
-        if self.type != MEGATRON_LOADER:
-            own, other = (), own
-        missing = [key for key in own if getattr(self, key) is None]
-        wrong = [key for key in other if getattr(self, key) is not None]
+        megatron, files = ("datasets_type", "sizes", "config"), ("dataset_dir", "dataset_files")
+        is_megatron = self.type == MEGATRON_LOADER
+        missing = [key for key in megatron if is_megatron and getattr(self, key) is None]
+        wrong = [key for key in (files if is_megatron else megatron) if getattr(self, key) is not None]
         if missing or wrong:
             problems = [f"missing {', '.join(missing)}"] * bool(missing)
             problems += [f"{', '.join(wrong)} belong to another loader"] * bool(wrong)

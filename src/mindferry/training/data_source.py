@@ -52,6 +52,12 @@ def rows(content: dict[str, Any]) -> int:
     return int(MindDataset([str(path) for path in data_files(content)]).get_dataset_size())
 
 
+def sequences_per_step(content: dict[str, Any]) -> int:
+    """Of all processes together, for a run.yaml that is not shared out yet."""
+    runner = content["runner_config"]
+    return int(runner["batch_size"] * runner["gradient_accumulation_steps"])
+
+
 def identity(content: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps so that a resumed run can tell whether the order of its samples is the old one."""
     if not is_megatron(content):
@@ -122,12 +128,12 @@ def engine_settings(config: Any) -> None:
 
 
 @contextmanager
-def helper_for(content: dict[str, Any]) -> Iterator[None]:
+def helper_for(content: dict[str, Any], scratch: Path | None = None) -> Iterator[None]:
     """While mindformers may ask for its compiled helper: have it there, for the Python that runs.
 
     Its Makefile asks whatever `python3` and `python3-config` stand first on the PATH for the file's name, and a
-    failure ends the process; MAKEFLAGS tells `make` the name, and there is nothing left to do. The working directory
-    is the engine's own.
+    failure ends the process; MAKEFLAGS tells `make` the name, and there is nothing left to do. Temporary files go
+    to `scratch`: the Trainer leaves one for every training that sets the broadcasting, and it is removed.
 
     Raises:
         MindferryError: it cannot be compiled.
@@ -140,14 +146,15 @@ def helper_for(content: dict[str, Any]) -> Iterator[None]:
     compile_megatron_helper()
     before = os.environ.get("MAKEFLAGS")
     os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
-    # It leaves a file for every training that sets the broadcasting; they go with the rest of the engine's.
-    tempfile.tempdir, usual = os.getcwd(), tempfile.tempdir
+    usual = tempfile.tempdir
+    if scratch is not None:
+        tempfile.tempdir = str(scratch)
     try:
         yield
     finally:
-        for left in Path(tempfile.tempdir).glob("parallel_speed_up_*.json"):
-            left.unlink(missing_ok=True)
         tempfile.tempdir = usual
+        for left in scratch.glob("parallel_speed_up_*.json") if scratch is not None else ():
+            left.unlink(missing_ok=True)
         if before is None:
             del os.environ["MAKEFLAGS"]
         else:

@@ -444,7 +444,7 @@ def _fit(
         )
     trainer = Trainer(args=config, callbacks=parts)
     holder["trainer"] = trainer
-    with data_source.helper_for(content):
+    with data_source.helper_for(content, Path.cwd()):
         trainer.train()
     outcome.optimizer_bytes = callbacks.optimizer_bytes(trainer.trainer.optimizer)
     return outcome

@@ -47,7 +47,7 @@ class _Rows:
 class OrderedMegatronLoader:
     """Takes the keys of BlendedMegatronDatasetDataLoader; process r of N reads samples r, r + N, ..."""
 
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls,
         sizes: list[int],
         config: dict[str, Any],
