@@ -14,8 +14,9 @@ from mindferry.errors import UsageError
 from mindferry.recipes.precision import precision_of
 from mindferry.recipes.reading import read_recipe
 from mindferry.recipes.stated import Overrides, Stated, resolve
-from mindferry.spec import LossScale, ModelSpec, OptimizerSpec, Precision, Recipe, Schedule
+from mindferry.spec import LossScale, ModelSpec, OptimizerSpec, Precision, Recipe, Recompute, Schedule
 from mindferry.targets import model_keys, run_yaml
+from mindferry.targets import recompute as recompute_config
 from mindferry.targets.run_directory import check_free, staged, write_json, write_text
 
 # What transformers' TrainingArguments would do where the source states no recipe.
@@ -47,6 +48,7 @@ class Choices:
     recipe: Path | None = None
     lr_scaling: str | None = None
     warmup_rule: str | None = None
+    recompute: Recompute | None = None
     optimizer_state: Path | None = None
     tokenizer: Path | None = None
     assume: dict[str, Any] | None = None
@@ -138,6 +140,7 @@ def _recipe(
         precision=_precision(choices),
         lr_scaling=choices.lr_scaling,
         warmup_rule=choices.warmup_rule,
+        recompute=choices.recompute,
     )
     resolved = resolve(stated, sequences, choices.seq_length, asked)
     return resolved.recipe, resolved.decisions, resolved.warnings
@@ -171,6 +174,7 @@ def _default_recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict
         gradient_accumulation_steps=count,
         max_grad_norm=HF_TRAINER_DEFAULTS["max_grad_norm"],
         loss_scale=LossScale(dynamic=True, value=65536.0) if precision.compute == "float16" else LossScale(),
+        recompute=choices.recompute or Recompute(),
         seed=int(HF_TRAINER_DEFAULTS["seed"]),
     )
 
@@ -194,6 +198,7 @@ def _default_recipe(choices: Choices, sequences: int) -> tuple[Recipe, list[dict
             "from": "command line" if said else "float32, to compare with the source",
         },
         row("loss_scale", recipe.loss_scale.model_dump(), said),
+        row("recompute", recipe.recompute.model_dump(exclude_defaults=True), choices.recompute),
     ]
     return recipe, decisions, warnings
 
@@ -294,6 +299,8 @@ def migrate(
         )
         if any(row["target"].endswith(".beta") for row in weights.created):
             content["model"]["model_config"]["trainable_norm_bias"] = False
+        recompute_config.check(content, str(out / "run.yaml"))
+        recipe_warnings += recompute_config.notes(content)
         write_text(staging / "run.yaml", run_yaml.dump(content))
         tokenizer = staging / "tokenizer"
         if source.tokenizer_files:

@@ -218,6 +218,36 @@ class Precision(Spec):
     fp32_residual: bool = False
 
 
+class Recompute(Spec):
+    """What the backward pass computes again instead of keeping it: memory for time, the same numbers.
+
+    True means every layer, a number the first so many.
+
+    Attributes:
+        layers: whole layers.
+        core_attention: scores, softmax and their product with the values (Megatron-LM's "selective").
+        attention: core_attention and the projections around it.
+        parallel_optimizer_comm: gather sharded weights again for the backward pass.
+        mp_comm: do the communication of tensor parallelism again.
+    """
+
+    layers: bool | PositiveInt = False
+    core_attention: bool | PositiveInt = False
+    attention: bool | PositiveInt = False
+    mlp: bool | PositiveInt = False
+    parallel_optimizer_comm: bool = False
+    mp_comm: bool = True
+
+    @model_validator(mode="after")
+    def _once(self) -> Recompute:
+        parts = [name for name in ("core_attention", "attention", "mlp") if getattr(self, name)]
+        if self.layers is True and parts:
+            raise ValueError(f"{' and '.join(parts)}: whole layers are recomputed already")
+        if self.core_attention and self.attention:
+            raise ValueError("core_attention is a part of attention; choose one")
+        return self
+
+
 class Recipe(Spec):
     """How the network is trained.
 
@@ -239,6 +269,7 @@ class Recipe(Spec):
     max_grad_norm: PositiveFloat | None = 1.0
     per_token_loss: bool = False
     loss_scale: LossScale = LossScale()
+    recompute: Recompute = Recompute()
     seed: NonNegativeInt = 42
 
     @field_validator("loss_scale", mode="before")

@@ -64,6 +64,11 @@ def migrate(
     amp_level: str | None = typer.Option(
         None, "--amp-level", help="O0, O1, O2 or O3, with --compute-dtype as the half type (float16)."
     ),
+    recompute: str | None = typer.Option(
+        None,
+        "--recompute",
+        help="off, or some of layers, core_attention, attention, mlp, each with =N for the first N layers.",
+    ),
     device: str = typer.Option("cpu", "--device", help="cpu or ascend."),
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", metavar="DIR", help="Directory with the tokenizer, where SRC has none."
@@ -86,6 +91,7 @@ def migrate(
     from mindferry.cli.choices import assumed, one_of
     from mindferry.layers import LAYER_SPECS
     from mindferry.recipes.precision import LEVELS
+    from mindferry.recipes.recompute import parse
     from mindferry.recipes.schedule import SCALINGS
 
     def maybe(option: str, value: str | None, allowed: tuple[str, ...]) -> str | None:
@@ -105,6 +111,7 @@ def migrate(
         optimizer_state=optimizer_state,
         lr_scaling=maybe("--lr-scaling", lr_scaling, tuple(SCALINGS)),
         warmup_rule=maybe("--warmup-rule", warmup_rule, ("t/w", "(t+1)/(w+1)", "max(1,t)/w")),
+        recompute=parse(recompute) if recompute is not None else None,
         device={"cpu": "CPU", "ascend": "Ascend"}[one_of("--device", device, ("cpu", "ascend"))],
         tokenizer=tokenizer,
         assume=assumed(assume),

@@ -119,12 +119,22 @@ def mixed_precision(f: Facts) -> Iterator[Judgement]:
 
 
 def recompute(f: Facts) -> Iterator[Judgement]:
+    from mindferry.targets.recompute import BARE_DOT, patterns
+
     key, partly = "recompute_config.recompute", "recompute_config.select_recompute"
+    bare = [pattern for pattern in patterns(f[partly]) if BARE_DOT.search(pattern)]
     dropout = [f[f"model.model_config.{n}_dropout"] or 0 for n in ("hidden", "attention")]
-    if f[key] and f[partly]:
+    if f[key] is True and f[partly]:
         yield "wrong", partly, False, "recompute of whole layers contains the selective one"
     elif (f[key] or f[partly]) and any(dropout) and f["model.model_config.layer_spec"] == "reference":
         yield "wrong", key, False, "mindformers' guide: recompute cannot be used with dropout in graph mode"
+    elif f[partly] is True and not f["model.model_config.gated_linear_unit"]:
+        yield "wrong", partly, ATTENTION_ONLY, "true means parts of a gated MLP, which this model has not"
+    elif bare:
+        yield "wrong", partly, [p.replace(".", r"\.") for p in bare], f"{bare[0]} matches nothing: write \\."
+    elif (f[key] or f[partly]) and f.cpu and f["model.model_config.layer_spec"] != "fused":
+        why = "MindSpore's recompute takes time and does not lower the peak on a CPU; layer_spec fused does"
+        yield "wrong", key if f[key] else partly, False, why
     elif f[key]:
         yield (
             "off",
@@ -132,8 +142,6 @@ def recompute(f: Facts) -> Iterator[Judgement]:
             ATTENTION_ONLY,
             "whole layers are computed twice, about a third more work; attention alone is cheaper",
         )
-    elif f[partly] is True and not f["model.model_config.gated_linear_unit"]:
-        yield "wrong", partly, ATTENTION_ONLY, "true means parts of a gated MLP, which this model has not"
     elif f[partly]:
         yield "on", partly, "", "selected parts only"
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindferry.errors import MindferryError, UsageError, did_you_mean
 from mindferry.recipes.stated import Settings, Stated
-from mindferry.spec import LossScale, OptimizerSpec, Precision
+from mindferry.spec import LossScale, OptimizerSpec, Precision, Recompute
 
 MAX_BYTES = 4 << 20
 
@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
     "optim": "adamw_torch_fused",
     "label_smoothing_factor": 0.0,
+    "gradient_checkpointing": False,
 }
 
 # Optimizers that are torch's AdamW by another kernel.
@@ -207,6 +208,7 @@ def read(path: Path) -> Stated:
         per_token_loss=known.whole("gradient_accumulation_steps") > 1,
         loss_scale=LossScale(dynamic=True, value=65536.0, window=2000) if fp16 else LossScale(),
         precision=Precision(compute="float16" if fp16 else "bfloat16" if bf16 else "float32"),
+        recompute=Recompute(layers=known.flag("gradient_checkpointing")),
         seed=known.whole("seed"),
         values=values,
         ignored=sorted(set(values) - set(DEFAULTS)),

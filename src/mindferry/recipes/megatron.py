@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindferry.errors import UsageError
+from mindferry.recipes import recompute
 from mindferry.recipes.stated import Settings, Stated
 from mindferry.spec import LossScale, OptimizerSpec, Precision, Schedule, spec_from
 
@@ -51,8 +53,16 @@ DEFAULTS: dict[str, Any] = {
     "attention_softmax_in_fp32": False,
     "calculate_per_token_loss": False,
     "seed": 1234,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+    "recompute_activations": False,
+    "distribute_saved_activations": False,
 }
 _SWITCHES = {key for key, value in DEFAULTS.items() if value is False}
+_LISTS = {"recompute_modules"}
+_MODULE = re.compile(r"[a-z_]+")
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "minus_sqrt": "1-sqrt"}
@@ -114,6 +124,9 @@ def flags(path: Path) -> tuple[dict[str, Any], list[str]]:
             continue
         if key in _SWITCHES:
             values[key] = True
+            continue
+        if key in _LISTS:
+            values[key] = list(itertools.takewhile(_MODULE.fullmatch, words[number + 1 :]))
             continue
         value = text if equals else words[number + 1] if number + 1 < len(words) else ""
         if not value or value.startswith("--") or "$" in value or "`" in value:
@@ -265,6 +278,8 @@ def read(path: Path, arguments: Mapping[str, Any] | None = None) -> Stated:
         )
     if known.get("global_batch_size") is None:
         warnings.append("no --global-batch-size; it is micro-batch x data parallel, one process is assumed")
+    again, notes = recompute.of_megatron(known.values, str(path))
+    warnings += notes
     clip = known.number("clip_grad")
     steps = fields.pop("total_steps")
     half = known.flag("fp16") or known.flag("bf16")
@@ -293,6 +308,7 @@ def read(path: Path, arguments: Mapping[str, Any] | None = None) -> Stated:
             compute="float16" if known.flag("fp16") else "bfloat16" if known.flag("bf16") else "float32",
             softmax="float32",
         ),
+        recompute=again,
         seed=known.whole("seed"),
         values=values,
         ignored=others,

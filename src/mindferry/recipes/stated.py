@@ -9,7 +9,7 @@ from typing import Any
 
 from mindferry.errors import UsageError
 from mindferry.recipes.schedule import landmarks, scaled
-from mindferry.spec import LossScale, OptimizerSpec, Precision, Recipe, Schedule, spec_from
+from mindferry.spec import LossScale, OptimizerSpec, Precision, Recipe, Recompute, Schedule, spec_from
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Stated:
     per_token_loss: bool = False
     loss_scale: LossScale = field(default_factory=LossScale)
     precision: Precision = field(default_factory=Precision)
+    recompute: Recompute = field(default_factory=Recompute)
     seed: int = 42
     values: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Overrides:
     precision: Precision | None = None
     lr_scaling: str | None = None
     warmup_rule: str | None = None
+    recompute: Recompute | None = None
 
 
 @dataclass
@@ -190,6 +192,7 @@ def resolve(stated: Stated, sequences: int, seq_length: int, asked: Overrides) -
         max_grad_norm=stated.max_grad_norm,
         per_token_loss=stated.per_token_loss,
         loss_scale=scale,
+        recompute=asked.recompute or stated.recompute,
         seed=stated.seed,
     )
     return Resolved(recipe, _decisions(stated, asked, recipe), warnings)
@@ -217,6 +220,7 @@ def _decisions(stated: Stated, asked: Overrides, recipe: Recipe) -> list[dict[st
         row("per_token_loss", recipe.per_token_loss),
         row("precision", recipe.precision.model_dump(), "precision"),
         row("loss_scale", recipe.loss_scale.model_dump()),
+        row("recompute", recipe.recompute.model_dump(exclude_defaults=True), "recompute"),
         row("seed", recipe.seed),
         row("settings_not_about_training", sorted(stated.ignored)),
     ]
