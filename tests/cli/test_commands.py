@@ -47,6 +47,7 @@ ROAD: list[tuple[str, list[str], bool]] = [
     ("verify", ["--training-steps", "2"], False),
     ("train", [], False),
     ("export", [], False),
+    ("reshard", [], False),
     ("data build", [], False),
     ("data show", [], False),
     ("plan", [], False),

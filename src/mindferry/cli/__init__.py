@@ -43,6 +43,7 @@ COMMANDS = (
     "train",
     "plan",
     "export",
+    "reshard",
     "data",
     "doctor",
     "bench",

@@ -36,3 +36,23 @@ def assumed(items: list[str]) -> dict[str, Any]:
         except ValueError:
             result[name] = value
     return result
+
+
+def offsets(option: str, text: str | None) -> Any:
+    """`0,1` as [0, 1], `0,1;1,0` as one list a virtual stage, `0` as 0, None as None.
+
+    Raises:
+        UsageError: something that is no whole number.
+    """
+    if text is None:
+        return None
+    try:
+        rows = [[int(item) for item in row.split(",")] for row in text.split(";")]
+    except ValueError:
+        raise UsageError(
+            f"{option}: found {text!r}, expected whole numbers such as 0,1 (0,1;1,0 with two virtual stages)",
+            id="option.value",
+        ) from None
+    if rows == [[0]]:
+        return 0
+    return rows if len(rows) > 1 else rows[0]

@@ -74,6 +74,9 @@ RULES: tuple[PartitionRule, ...] = (
 
 # The optimizer's tensors are cut as the parameter that follows the prefix.
 MOMENTS = ("adam_m.", "adam_v.")
+MAX_SCALAR = (
+    1  # elements of a tensor that may have any other name (global_step, loss_scale): every rank has it
+)
 
 _BY_PATTERN = {rule.pattern: rule for rule in RULES}
 _LAYER_NUMBER = re.compile(r"^decoder\.layers\.(0|[1-9][0-9]{0,5})\.")
@@ -133,6 +136,8 @@ class Cut:
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """[start, stop) along `dim` of the whole tensor that `rank` holds, in the order it holds them."""
+        if self.ranks == 1 and self.dim is not None:
+            return [(0, self.shape[self.dim])]
         result, begin = [], 0
         for size in self.parts:
             share = size // self.ranks
@@ -144,7 +149,7 @@ class Cut:
         """The share of `rank`; a view where it lies in one piece."""
         if self.dim is None:
             return whole
-        pieces = [whole[self._at(*span)] for span in self.ranges(rank)]
+        pieces = [whole[self.at(*span)] for span in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.dim)
 
     def put(self, whole: np.ndarray, share: np.ndarray, rank: int) -> None:
@@ -154,10 +159,11 @@ class Cut:
             return
         begin = 0
         for start, stop in self.ranges(rank):
-            whole[self._at(start, stop)] = share[self._at(begin, begin + stop - start)]
+            whole[self.at(start, stop)] = share[self.at(begin, begin + stop - start)]
             begin += stop - start
 
-    def _at(self, start: int, stop: int) -> tuple[slice, ...]:
+    def at(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Index of [start, stop) along `dim`."""
         return (slice(None),) * (self.dim or 0) + (slice(start, stop),)
 
 
@@ -181,7 +187,7 @@ def cut_of(name: str, shape: Shape, ranks: int, spec: ModelSpec, layout: TargetL
         UsageError: a size that the ranks do not divide.
     """
     rule = rule_of(name)
-    if rule.dim is None or ranks == 1:
+    if rule.dim is None:
         return Cut(shape, ranks, None)
     check_keys(rule.keys, spec, ranks)
     return Cut(shape, ranks, rule.dim, _parts(rule, spec, layout, shape[rule.dim]))

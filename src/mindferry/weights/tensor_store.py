@@ -140,6 +140,9 @@ class SafetensorsStore(TensorStore):
         )
         return store
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def names(self) -> list[str]:
         return list(self._entries)
 
