@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,91 @@ def test_same_samples_in_the_same_order(tmp_path: Path, size: int, seed: int) ->
         np.testing.assert_array_equal(row["input_ids"], tokens[:-1])
         np.testing.assert_array_equal(row["labels"], tokens[1:])
         np.testing.assert_array_equal(row["loss_mask"], np.ones(S))
+
+
+def by_the_book(
+    documents: list[np.ndarray], seq_length: int, samples: int, seed: int
+) -> tuple[np.ndarray, bool]:
+    """Megatron's rule in its plainest form, without any code of ours: all tokens laid end to end, and cut.
+
+    Returns (samples [n, seq_length + 1] in the order of training, whether the last epoch is shuffled alone).
+    """
+    tokens = sum(map(len, documents))
+    epochs = 1
+    while (epochs * tokens - 1) // seq_length < samples:
+        epochs += 1
+    state = np.random.RandomState(seed)
+    whole_epochs = ((epochs - 1) * tokens - 1) // seq_length
+    alone = epochs > 1 and samples - whole_epochs < int(0.8 * ((tokens - 1) // seq_length))
+    laid: list[int] = []
+    for count in (epochs - 1, 1) if alone else (epochs,):
+        numbers = np.asarray(list(range(len(documents))) * count, np.int32)
+        state.shuffle(numbers)
+        laid += [int(token) for number in numbers for token in documents[number]]
+    count = (len(laid) - 1) // seq_length
+    order: list[int] = []
+    for part in ((0, whole_epochs), (whole_epochs, count)) if alone else ((0, count),):
+        numbers = np.arange(*part, dtype=np.uint32)
+        state.shuffle(numbers)
+        order += numbers.tolist()
+    rows = [laid[k * seq_length : (k + 1) * seq_length + 1] for k in order]
+    return np.asarray(rows), alone
+
+
+def test_random_settings_three_ways(tmp_path: Path) -> None:
+    """The rule in plain form, mindferry.data.order and mindformers itself, for 25 random corpora."""
+    rng = np.random.default_rng(99)
+    ruled = []
+    for number in range(25):
+        length = int(rng.integers(2, 40))
+        dtype = [np.uint16, np.int32][number % 2]
+        ids = [rng.integers(0, 60_000, rng.integers(0, 90)) for _ in range(rng.integers(1, 30))]
+        ids.append(rng.integers(0, 60_000, length + 2))  # enough for one sample
+        writer = MegatronWriter(tmp_path, f"r{number}", dtype)
+        for document in ids:
+            writer.add(document)
+            writer.end_document()
+        writer.finish(tmp_path / f"r{number}")
+        samples, seed = int(rng.integers(1, 300)), int(rng.integers(0, 2**31))
+        expected, alone = by_the_book(ids, length, samples, seed)
+        ruled.append(alone)
+        data = open_megatron(tmp_path / f"r{number}")
+        ours = GPTSampleOrder(data, length, samples, seed)
+        assert len(ours) == len(expected) >= samples
+        np.testing.assert_array_equal(np.stack([ours.tokens(k) for k in range(len(ours))]), expected)
+        theirs = mindformers_samples(
+            samples,
+            tmp_path,
+            seed=seed,
+            data_path=[str(data.bin.with_suffix(""))],
+            split="1",
+            seq_length=length,
+        )
+        np.testing.assert_array_equal(np.stack([row["input_ids"] for row in theirs]), expected[:, :-1])
+        np.testing.assert_array_equal(np.stack([row["labels"] for row in theirs]), expected[:, 1:])
+    assert 3 < sum(ruled) < 22  # both rules for the last epoch were met
+
+
+def test_documents_of_several_sequences_are_cut_by_sequence(tmp_path: Path) -> None:
+    """Megatron shuffles and splits sequences, not documents; only one who writes sentences sees the difference."""
+    lengths = [5, 20, 1, 40, 7, 30]
+    ids = np.arange(sum(lengths), dtype="<u2")
+    ids.tofile(tmp_path / "s.bin")
+    offsets = 2 * np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    (tmp_path / "s.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, 6, 3)
+        + np.asarray(lengths, "<i4").tobytes()
+        + offsets.astype("<i8").tobytes()
+        + np.asarray([0, 2, 6], "<i8").tobytes()
+    )
+    parts = np.split(ids.astype(np.int64), np.cumsum(lengths)[:-1])
+    for split, count in (("1", 6), ("4,2", 4)):
+        expected, _ = by_the_book(parts[:count], S, 20, 11)
+        theirs = mindformers_samples(20, tmp_path, seed=11, data_path=[str(tmp_path / "s")], split=split)
+        np.testing.assert_array_equal(np.stack([row["input_ids"] for row in theirs]), expected[:, :-1])
+        ours = GPTSampleOrder(open_megatron(tmp_path / "s"), S, 20, 11, split_ranges(split, 6)[0])
+        np.testing.assert_array_equal(np.stack([ours.tokens(k) for k in range(len(ours))]), expected)
 
 
 def test_both_rules_for_the_last_epoch_are_met(tmp_path: Path) -> None:
@@ -154,6 +240,8 @@ def test_train_dataset_refuses(tmp_path: Path) -> None:
         ([], {}, "no Megatron data set given"),
         ([(0.0, prefix)], {}, "expected positive numbers"),
         ([(1.0, prefix)], {"samples": 0}, "samples: found 0"),
+        # one token a sample ends the process in mindformers' helper
+        ([(1.0, prefix)], {"seq_length": 1}, "seq_length: found 1, expected at least 2"),
         ([(1.0, prefix)], {"seq_length": 1 << 20}, "expected at least 1048577"),
         ([(1.0, prefix)], {"split": "0,1,0"}, "0 tokens in train"),
         ([(1.0, tmp_path / "none")], {}, r"none\.bin: no such file"),

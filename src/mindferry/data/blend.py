@@ -49,13 +49,17 @@ def megatron_train_dataset(
         cache: directory for mindformers' index files, made by it; relative to run.yaml.
 
     Raises:
-        UsageError: no part, a missing file, a weight that is not positive, too few tokens.
+        UsageError: no part, a missing file, a weight that is not positive, too few tokens or samples.
         MindferryError: a damaged index.
     """
     if not parts:
         raise UsageError("no Megatron data set given", remedy="give at least one prefix")
     if samples <= 0:
         raise UsageError(f"samples: found {samples}, expected a positive number")
+    if seq_length < 2:  # mindformers' helper ends the process
+        raise UsageError(
+            f"seq_length: found {seq_length}, expected at least 2 with Megatron files", id="data.seq-length"
+        )
     blend_order([weight for weight, _ in parts], 1)  # checks the weights
     names = []
     for _, prefix in parts:

@@ -98,7 +98,7 @@ class MegatronConfig(Section):
     """What BlendedMegatronDatasetDataLoader takes; masks made there are for layers that we do not use."""
 
     data_path: list[StrictStr | StrictInt | float] = Field(min_length=1)
-    seq_length: StrictInt = Field(gt=0)
+    seq_length: StrictInt = Field(gt=1)
     split: StrictStr = "1, 0, 0"
     seed: StrictInt = 1234
     path_to_cache: StrictStr | None = None
