@@ -197,18 +197,19 @@ def check_keys(keys: tuple[str, ...], spec: ModelSpec, ranks: int) -> None:
     """Refuse sizes of `spec` that `ranks` tensor-parallel ranks do not divide.
 
     Raises:
-        UsageError: with the key and its value.
+        UsageError: with every such key and its value.
     """
-    for key in keys:
-        value = getattr(spec, key)
-        if value % ranks:
-            raise UsageError(
-                f"mp={ranks}: {key} {value} is no multiple of it",
-                cause="each tensor-parallel rank takes an equal share",
-                remedy=f"choose an mp that divides {value}"
-                + (", or pad the vocabulary" if key == "vocab_size" else ""),
-                id="partition.indivisible",
-            )
+    odd = [f"{key} {getattr(spec, key)}" for key in keys if getattr(spec, key) % ranks]
+    if odd:
+        padding = (
+            "; --pad-vocab pads the vocabulary" if "vocab_size" in keys and spec.vocab_size % ranks else ""
+        )
+        raise UsageError(
+            f"mp={ranks}: {', '.join(odd)} {'is no multiple' if len(odd) == 1 else 'are no multiples'} of it",
+            cause="each tensor-parallel rank takes an equal share",
+            remedy=f"choose an mp that divides {'it' if len(odd) == 1 else 'them'}{padding}",
+            id="partition.indivisible",
+        )
 
 
 def cuts(spec: ModelSpec, layout: TargetLayout, ranks: int) -> Mapping[str, Cut]:
