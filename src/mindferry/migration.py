@@ -223,7 +223,7 @@ def _continue(
             id="optimizer.steps",
         )
     store = open_model(staging / "model")
-    model = {name: np.array(store.read(name)) for name in store.names()}
+    model = {name: np.array(store.read(name)) for name in store.names()} | state.masters
     zeros = {name: np.zeros_like(model[name]) for name in model if name not in state.exp_avg}
     state.exp_avg.update(zeros)
     state.exp_avg_sq.update(zeros)

@@ -34,7 +34,7 @@ def migrate(
         None,
         "--optimizer-state",
         metavar="FILE",
-        help="The source's optimizer.pt or ckpt.pt, to go on with it.",
+        help="The source's optimizer.pt, ckpt.pt or Megatron-LM checkpoint, to go on with it.",
     ),
     batch_size: int | None = typer.Option(
         None, "--batch-size", min=1, help="Sequences in a micro-batch (8)."

@@ -8,13 +8,14 @@ tensors first. Sizes and counts are checked against the weights, so a wrong orde
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindferry.errors import MindferryError, UsageError
+from mindferry.recipes import megatron_state
 from mindferry.sources.source import Source
 from mindferry.spec import LossScale, OptimizerSpec
 
@@ -26,21 +27,28 @@ class AdamState:
     Attributes:
         step: updates made so far.
         warnings: settings of the state that the recipe does not have.
+        masters: float32 weights to go on with, where the source computed with rounded copies.
+        scale, growth: dynamic loss scale reached, and good steps since it last changed.
     """
 
     step: int
     exp_avg: dict[str, np.ndarray]
     exp_avg_sq: dict[str, np.ndarray]
     warnings: list[str]
+    masters: dict[str, np.ndarray] = field(default_factory=dict)
+    scale: float | None = None
+    growth: int = 0
 
     def parameters(self, scale: LossScale) -> dict[str, np.ndarray]:
         """What mindformers' AdamW and step wrapper keep, by parameter name."""
         made = {f"adam_m.{name}": value for name, value in self.exp_avg.items()}
         made.update({f"adam_v.{name}": value for name, value in self.exp_avg_sq.items()})
         made["global_step"] = np.array([self.step], np.int32)
-        made["scale_sense"] = np.array(scale.value, np.float32)
+        reached = self.scale if scale.dynamic and self.scale is not None else scale.value
+        made["scale_sense"] = np.array(reached, np.float32)
         if scale.dynamic:
-            made["current_iterator_step"] = np.array(1, np.int32)
+            # mindformers raises the scale once current - last overflow is the window, counting from 1.
+            made["current_iterator_step"] = np.array(1 + self.growth, np.int32)
             made["last_overflow_iterator_step"] = np.array(0, np.int32)
         return made
 
@@ -48,7 +56,7 @@ class AdamState:
 def _damaged(path: Path, what: str) -> MindferryError:
     return MindferryError(
         f"{path}: {what}",
-        remedy="give the optimizer.pt or ckpt.pt that was saved together with these weights",
+        remedy="give the optimizer state that was saved together with these weights",
         id="optimizer.unfit",
     )
 
@@ -63,7 +71,7 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping) or not {"state", "param_groups"} <= set(tree):
         raise UsageError(
             f"{path}: no state of a torch optimizer in it",
-            remedy="give transformers' optimizer.pt or nanoGPT's ckpt.pt; Megatron-LM's cannot be carried over",
+            remedy="give transformers' optimizer.pt, nanoGPT's ckpt.pt or a Megatron-LM checkpoint",
             id="optimizer.kind",
         )
     return tree
@@ -118,6 +126,8 @@ def read_state(path: Path, source: Source, recipe: OptimizerSpec) -> AdamState:
         UsageError: no optimizer state in the file, or no weight rules for the source's order.
         MindferryError: it belongs to other weights, or is damaged.
     """
+    if megatron_state.is_megatron(path):
+        return _of_megatron(path, source, recipe)
     tree = _state_dict(path)
     groups, states = tree["param_groups"], tree["state"]
     shapes = {name: tuple(source.tensors.shape(name)) for name in source.tensors.names()}
@@ -142,6 +152,18 @@ def read_state(path: Path, source: Source, recipe: OptimizerSpec) -> AdamState:
         _moved(source, moments["exp_avg"]),
         _moved(source, moments["exp_avg_sq"]),
         _differences(groups[0], recipe),
+    )
+
+
+def _of_megatron(path: Path, source: Source, recipe: OptimizerSpec) -> AdamState:
+    found = megatron_state.read(path, source, _damaged)
+    moved = {kind: _moved(source, values) for kind, values in found.tensors.items()}
+    warnings = [*found.warnings, *_differences(found.group, recipe)]
+    masters = moved.get(megatron_state.MASTER, {})
+    if masters:
+        warnings.append("the checkpoint has the optimizer's float32 masters; model/ has the rounded weights")
+    return AdamState(
+        found.step, moved["exp_avg"], moved["exp_avg_sq"], warnings, masters, found.scale, found.growth
     )
 
 
