@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -77,6 +79,44 @@ def test_resumed_losses_are_those_of_an_unbroken_run(corpus: Path, tmp_path: Pat
     train(RunDirectory.open(broken), Options(steps=epoch - 1))
     train(RunDirectory.open(broken), Options(steps=16, resume=True))
     assert losses(broken) == losses(whole)
+
+
+def test_resumed_with_other_pipeline_settings_the_next_batch_is_the_same(
+    source: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Every batch from the resumed step on, over the ends of epochs, for more workers and deeper queues."""
+    (tmp_path / "text.txt").write_text(
+        (corpus / "0.txt").read_text(encoding="utf-8")[:1500], encoding="utf-8"
+    )
+    run = make_run(source, tmp_path / "text.txt", tmp_path / "run")
+    seen: dict[int, list] = {}
+
+    def keep(step: int, batch: tuple) -> None:
+        seen[step] = [column.asnumpy().copy() for column in batch]
+
+    train(RunDirectory.open(run), Options(mode="pynative", steps=12, on_batch=keep))
+    whole = dict(seen)
+    state = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
+    epoch = state["steps_per_epoch"]
+    assert 2 < epoch < 8
+    assert not np.array_equal(whole[1][0], whole[1 + epoch][0]), "shuffled anew in every epoch"
+    train(RunDirectory.open(run), Options(mode="pynative", steps=epoch - 1, restart=True))
+    for workers, prefetch, processes in ((2, 8, False), (1, 1, True)):
+        broken = Path(shutil.copytree(run, tmp_path / f"broken-{workers}"))
+        settings = {
+            "train_dataset.num_parallel_workers": min(workers, os.cpu_count() or 1),
+            "train_dataset.prefetch_size": prefetch,
+            "train_dataset.python_multiprocessing": processes,
+        }
+        seen.clear()
+        train(
+            RunDirectory.open(broken),
+            Options(mode="pynative", steps=12, resume=True, overrides=settings, on_batch=keep),
+        )
+        assert sorted(seen) == list(range(epoch, 13))
+        for step, batch in seen.items():
+            for column, expected in zip(batch, whole[step], strict=True):
+                np.testing.assert_array_equal(column, expected)
 
 
 def test_training_twice_needs_a_decision(run: Path) -> None:
