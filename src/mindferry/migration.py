@@ -11,6 +11,7 @@ from typing import Any
 
 from mindferry import __version__
 from mindferry.errors import UsageError
+from mindferry.partition.cluster import ClusterCut, check_cut, write_cut
 from mindferry.recipes.precision import precision_of
 from mindferry.recipes.reading import read_recipe
 from mindferry.recipes.stated import Overrides, Stated, resolve
@@ -33,6 +34,7 @@ class Choices:
         steps: length of the schedule in optimizer steps (wins over epochs).
         tokenizer: directory with tokenizer files, where the source has none.
         assume: values that the source does not state (ModelSpec field -> value).
+        cut: strategy for which the weights are written a second time.
     """
 
     seq_length: int
@@ -52,6 +54,7 @@ class Choices:
     optimizer_state: Path | None = None
     tokenizer: Path | None = None
     assume: dict[str, Any] | None = None
+    cut: ClusterCut | None = None
 
 
 @dataclass
@@ -274,6 +277,8 @@ def migrate(
     if choices.tokenizer is not None:
         source.tokenizer_files = _tokenizer_files(choices.tokenizer)
     _check(source.spec, choices, source_path)
+    if choices.cut is not None:
+        check_cut(source.spec, choices.cut)
     with staged(out, force) as staging:
         data_report = build_mindrecord(
             data,
@@ -327,4 +332,13 @@ def migrate(
             "warnings": warnings,
         }
         write_json(staging / "migration.json", report)
+        if choices.cut is not None:
+            made = write_cut(staging, content, choices.cut, ticks.weights)
+            report["cut"] = {
+                "strategy": str(choices.cut.grid),
+                "layers": made.layers,
+                "vocab_rows": made.vocab_rows,
+            }
+            warnings += made.warnings
+            write_json(staging / "migration.json", report)
     return Migration(out.resolve(), report, warnings)

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from mindferry.cli.console import Progress, Result, command
+from mindferry.errors import UsageError
 from mindferry.findings import Finding
 
 EXAMPLE = "Example: mindferry migrate gpt2/ --data corpus/ --out run/ --seq-length 1024"
@@ -79,6 +80,18 @@ def migrate(
         metavar="FIELD=VALUE",
         help="A value the source does not state (activation=gelu_tanh).",
     ),
+    cut: str | None = typer.Option(
+        None,
+        "--cut",
+        metavar="dp=,mp=,pp=",
+        help="Also write the weights cut for a cluster (model-cut/) and its YAML (run.cluster.yaml).",
+    ),
+    offset: str | None = typer.Option(
+        None, "--offset", metavar="N,N,...", help="With --cut: layers more or fewer than even of each stage."
+    ),
+    pad_vocab: bool = typer.Option(
+        False, "--pad-vocab", help="With --cut: pad the vocabulary with zeros until mp divides it."
+    ),
     force: bool = typer.Option(False, "--force", help="Replace RUN if it is a run already."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
@@ -88,11 +101,20 @@ def migrate(
     is accounted for.
     """
     from mindferry import migration
-    from mindferry.cli.choices import assumed, one_of
+    from mindferry.cli.choices import assumed, offsets, one_of
     from mindferry.layers import LAYER_SPECS
+    from mindferry.partition.cluster import ClusterCut
+    from mindferry.partition.layout import parse_grid
     from mindferry.recipes.precision import LEVELS
     from mindferry.recipes.recompute import parse
     from mindferry.recipes.schedule import SCALINGS
+
+    if (offset or pad_vocab) and not cut:
+        raise UsageError(
+            f"{'--offset' if offset else '--pad-vocab'} says how to cut, and --cut is missing",
+            remedy="add --cut dp=,mp=,pp=",
+            id="option.value",
+        )
 
     def maybe(option: str, value: str | None, allowed: tuple[str, ...]) -> str | None:
         return None if value is None else one_of(option, value, allowed)
@@ -115,6 +137,7 @@ def migrate(
         device={"cpu": "CPU", "ascend": "Ascend"}[one_of("--device", device, ("cpu", "ascend"))],
         tokenizer=tokenizer,
         assume=assumed(assume),
+        cut=ClusterCut(parse_grid(cut, "--cut"), offsets("--offset", offset), pad_vocab) if cut else None,
     )
     with Progress("migrating", total=None, unit="steps") as bar:
         ticks = migration.Ticks(weights=lambda done, name: bar.advance(note=name), data=bar)
@@ -132,9 +155,17 @@ def migrate(
         f"  next   mindferry verify {out} --against {source}\n"
         f"         mindferry train {out}"
     )
+    if cut:
+        text += f"\n  cut    {cut}: model-cut/, which run.cluster.yaml loads"
     return Result(
         findings=findings,
-        extra={"run": str(made.run), "config": report["config"], "weights": counts, "data": tokens},
+        extra={
+            "run": str(made.run),
+            "config": report["config"],
+            "weights": counts,
+            "data": tokens,
+            "cut": report.get("cut"),
+        },
         text=text,
     )
 
