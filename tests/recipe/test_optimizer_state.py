@@ -157,6 +157,17 @@ def test_nanogpts_moments_go_where_the_weights_go(tmp_path: Path) -> None:
     assert found.step == 10
     assert found.warnings == ["the optimizer state was made with weight_decay 0.1, the recipe has 0.2"]
     assert found.exp_avg.keys() == weights.keys()
+    one = {**tree["optimizer"]["param_groups"][0], "params": list(range(len(parameters)))}
+    ordered = {
+        number: {"step": torch.tensor(10.0), "exp_avg": p, "exp_avg_sq": p.square()}
+        for number, p in enumerate(state.values())
+    }
+    file_of_one = tmp_path / "one.pt"
+    torch.save({"state": ordered, "param_groups": [one]}, file_of_one)
+    single = read_state(file_of_one, source, OptimizerSpec(betas=(0.9, 0.95), weight_decay=0.1))
+    assert "AdamWDecayAll" in single.warnings[0]
+    for name, value in weights.items():
+        np.testing.assert_array_equal(single.exp_avg[name], value)
     for name, value in weights.items():
         np.testing.assert_array_equal(found.exp_avg[name], value)
         np.testing.assert_allclose(found.exp_avg_sq[name], value**2, rtol=1e-6)

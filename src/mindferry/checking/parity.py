@@ -15,7 +15,7 @@ from mindferry.checking.sides import Batch
 from mindferry.errors import UsageError
 from mindferry.recipes.schedule import rate
 from mindferry.targets.run_directory import RunDirectory
-from mindferry.targets.run_yaml import STOCK_SCHEDULES, TABLED, schedule_from
+from mindferry.targets.run_yaml import DECAY_ALL, STOCK_SCHEDULES, TABLED, schedule_from
 
 STEP_TOLERANCE = 1e-4
 
@@ -51,42 +51,63 @@ def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
     return rate(meant, step)
 
 
-def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW groups: matrices decay, vectors and biases do not (mindformers' rule)."""
+def decay_groups(model: Any, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
+    """AdamW groups: matrices decay, vectors and biases do not (mindformers' rule), or all do (AdamWDecayAll)."""
     decayed: list[Any] = []
     plain: list[Any] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        (plain if parameter.ndim == 1 or name.endswith(".bias") else decayed).append(parameter)
+        one_dimension = parameter.ndim == 1 or name.endswith(".bias")
+        (plain if one_dimension and not decay_all else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def _backward(model: Any, batch: Batch, micro_batches: int, per_token: bool) -> float:
+    """Loss of one optimizer step, its gradients added up over the micro-batches.
+
+    The mean of the micro-batches' means, or with `per_token` the mean over all unmasked tokens of the step.
+    """
+    import torch
+
+    rows = batch.input_ids.shape[0] // micro_batches
+    all_tokens = float(batch.loss_mask.sum())
+    total = 0.0
+    for number in range(micro_batches):
+        part = Batch(*(value[number * rows : (number + 1) * rows] for value in vars(batch).values()))
+        share = float(part.loss_mask.sum()) / all_tokens if per_token else 1.0 / micro_batches
+        ids = torch.from_numpy(part.input_ids.astype(np.int64))
+        loss = sides.torch_loss(model(input_ids=ids, use_cache=False).logits, part) * share
+        loss.backward()
+        total += float(loss)
+    return total
 
 
 def train_torch(
     model: Any, content: Mapping[str, Any], batches: list[Batch], on_step: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Losses of `model` trained on `batches` with the run's recipe, dropout off."""
+    """Losses of `model` trained on `batches`, one an optimizer step, with the run's recipe, dropout off."""
     import torch
 
     optimizer = content["optimizer"]
     adamw = torch.optim.AdamW(
-        decay_groups(model, optimizer["weight_decay"]),
+        decay_groups(model, optimizer["weight_decay"], optimizer["type"] == DECAY_ALL),
         lr=0.0,
         betas=tuple(optimizer["betas"]),
         eps=optimizer["eps"],
     )
-    limit = content["runner_wrapper"]["max_grad_norm"]
+    wrapper = content["runner_wrapper"]
+    micro_batches = content["runner_config"]["gradient_accumulation_steps"]
+    per_token = wrapper.get("calculate_per_token_loss", False)
     losses = []
     for step, batch in enumerate(batches):
         for group in adamw.param_groups:
             group["lr"] = learning_rate(content["lr_schedule"], step)
-        ids = torch.from_numpy(batch.input_ids.astype(np.int64))
-        loss = sides.torch_loss(model(input_ids=ids, use_cache=False).logits, batch)
         adamw.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        losses.append(_backward(model, batch, micro_batches, per_token))
+        if wrapper["use_clip_grad"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), wrapper["max_grad_norm"])
         adamw.step()
-        losses.append(float(loss))
         on_step()
     return losses
 

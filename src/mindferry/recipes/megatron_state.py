@@ -129,9 +129,7 @@ class _Rank:
         placed = self._placed(groups, states, members)
         self.step = self._step(groups, states)
         self.group = next((g for g in groups if g.get("wd_mult", 1.0)), groups[0])
-        self.chunks: dict[str, list[dict[str, Any]]] = {
-            kind: [{} for _ in shard.chunks] for kind in (*MOMENTS, MASTER)
-        }
+        self.chunks: dict[str, list[Any]] = {kind: [{} for _ in shard.chunks] for kind in (*MOMENTS, MASTER)}
         for number, (chunk, name) in placed.items():
             self._take(states.get(number), number, chunk, name)
         self._masters(saved, groups, placed)

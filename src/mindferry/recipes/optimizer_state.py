@@ -151,7 +151,7 @@ def read_state(path: Path, source: Source, recipe: OptimizerSpec) -> AdamState:
         steps.pop(),
         _moved(source, moments["exp_avg"]),
         _moved(source, moments["exp_avg_sq"]),
-        _differences(groups[0], recipe),
+        [*_differences(groups[0], recipe), *_grouping(groups, names, shapes, recipe)],
     )
 
 
@@ -175,6 +175,19 @@ def _moved(source: Source, values: Mapping[str, np.ndarray]) -> dict[str, np.nda
             parts = step.chain.forward([values[name] for name in step.sources])
             moved[step.target] = np.ascontiguousarray(parts[0], dtype=np.float32)
     return moved
+
+
+def _grouping(
+    groups: Any, names: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: OptimizerSpec
+) -> list[str]:
+    """A source that decays norms and biases, too, and a recipe that does not."""
+    one_for_all = len(groups) == 1 and any(len(shapes[name]) < 2 for name in names)
+    if not (one_for_all and groups[0].get("weight_decay") and recipe.decay == "matrices"):
+        return []
+    return [
+        "the optimizer state has one group, so the source decays norms and biases, too; for the same, set "
+        "optimizer.type to AdamWDecayAll in run.yaml"
+    ]
 
 
 def _differences(group: Mapping[str, Any], recipe: OptimizerSpec) -> list[str]:

@@ -20,8 +20,15 @@ class AdamWDecayAll(AdamW):
     """
 
     def __init__(
-        self, params, learning_rate=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, swap=False
-    ):
+        self, params, learning_rate=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, swap=False,
+        use_fused=False,
+    ):  # fmt: skip
+        if use_fused:
+            raise UsageError(
+                "optimizer: use_fused: the fused AdamW of mindformers cannot be told to decay every tensor",
+                remedy="set use_fused to False",
+                id="optimizer.fused",
+            )
         groups = [{**group, "weight_decay": weight_decay} for group in params]
         super().__init__(groups, learning_rate, betas, eps, weight_decay, swap)
 
