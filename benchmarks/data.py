@@ -6,6 +6,8 @@
   CausalLanguageModelDataset, shuffled), against torch's DataLoader with 2 workers over the same tokens in a .bin.
 - data.pipeline.vs_numpy_memmap: the same against slicing a memory-mapped .bin in this process, which nothing that
   hands batches between threads can reach.
+- data.demo.data_time_share: the share of a training step that waits for data in the run of `make demo` (median of
+  data_time over median of step_time in its metrics.jsonl, behind the first three steps). The goal is below 0.05.
 
 The sides take turns; medians. A ratio above 1 means that mindferry is faster.
 """
@@ -17,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -187,7 +190,9 @@ def numpy_pipeline(path: Path) -> Callable[[], float]:
 def pipeline_sides(root: Path, tokens: int) -> dict[str, Callable[[], float]]:
     """Samples of SEQ_LENGTH tokens a second."""
     from mindferry.data import build_dataset
+    from mindferry.training import compat
 
+    compat.quiet(root / "logs")
     raw = root / "tokens.bin"
     np.random.default_rng(0).integers(1, VOCAB, tokens).astype(np.uint16).tofile(raw)
     build_dataset([raw], {}, root / "rows", seq_length=SEQ_LENGTH, vocab_size=VOCAB, eos_token_id=0)
@@ -203,12 +208,39 @@ def pipeline_sides(root: Path, tokens: int) -> dict[str, Callable[[], float]]:
     return sides
 
 
+def demo_share(root: Path, steps: int) -> float:
+    """Share of a step that waits for data, in the demo's run trained for `steps` steps."""
+    from mindferry.data.pipeline import step_times
+    from mindferry.demo import source
+
+    source.build(root / "gpt2", steps=1, on_step=lambda step, loss: None)
+    source.write_corpus(root / "demo-corpus")
+    run = root / "run"
+    migrate = ["migrate", str(root / "gpt2"), "--data", str(root / "demo-corpus"), "--out", str(run)]
+    migrate += ["--seq-length", "128", "--batch-size", "4", "--steps", str(steps)]
+    for words in (migrate, ["train", str(run)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "mindferry", *words], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(done.stderr)
+    times = step_times(run / "metrics.jsonl")
+    assert times is not None
+    print(
+        f"  data_time {times.data_time * 1e3:.3f} ms, step_time {times.step_time * 1e3:.1f} ms, "
+        f"median of {times.steps} steps",
+        file=sys.stderr,
+    )
+    return times.waits
+
+
 def main() -> int:
     """Measure, print the ratio lines, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--megabytes", type=float, default=8.0, help="text to tokenize (8)")
     parser.add_argument("--tokens", type=int, default=16_000_000, help="tokens in the pipeline's file")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each side (5)")
+    parser.add_argument("--demo-steps", type=int, default=40, help="steps of the demo's run (40)")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("data.json"))
     args = parser.parse_args()
     ratios: dict[str, float] = {}
@@ -225,13 +257,17 @@ def main() -> int:
         if "torch DataLoader" in measured:
             ratios["data.pipeline.vs_torch_dataloader"] = _ratio(measured, "torch DataLoader")
         ratios["data.pipeline.vs_numpy_memmap"] = _ratio(measured, "numpy memmap")
+        print("the demo's run", file=sys.stderr)
+        share = demo_share(root, args.demo_steps)
     for name, ratio in ratios.items():
         print(f"{name} ratio {ratio:.2f}")
+    print(f"data.demo.data_time_share {share:.4f}")
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
     content = {
         "machine": machine,
         "settings": {"seq_length": SEQ_LENGTH, "batch_size": BATCH, "megabytes": args.megabytes},
         "ratios": ratios,
+        "demo_data_time_share": share,
         "rates": rates,
     }
     args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
