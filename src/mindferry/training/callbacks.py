@@ -36,7 +36,7 @@ class StepMetrics(Callback):
     data_time is the wait for the batch, compute_time the step on the device until its results are read;
     step_time is from the end of the step before, callbacks included. On several processes compute_time consists
     of forward_backward_time, wait_time (for the slowest process), reduce_time (the gradients, `reductions` times)
-    and the update; loss is the mean over all of them, tokens_per_second their sum.
+    and the update; `tokens` are this process' own; loss is the mean over all, tokens_per_second the sum.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class StepMetrics(Callback):
         end = time.perf_counter()
         step = self._start + params.cur_step_num
         step_time = end - self._previous_end
-        tokens = int(np.prod(self._batch[0].shape)) * self._workers
+        own_tokens = int(np.prod(self._batch[0].shape))
+        tokens = own_tokens * self._workers
         exchange = self._exchange(run_context)
         record = {
             "step": step,
@@ -104,6 +105,7 @@ class StepMetrics(Callback):
                 "wait_time": exchange.phases.wait,
                 "reduce_time": exchange.phases.reduce,
                 "reductions": exchange.phases.reductions,
+                "tokens": own_tokens,
             }
         self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
