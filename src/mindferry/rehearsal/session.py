@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from mindferry.errors import MindferryError
 from mindferry.findings import Finding
 from mindferry.launching.msrun import Job
 from mindferry.partition.layout import Stages
 from mindferry.partition.rules import Cut, cuts
-from mindferry.rehearsal import before, judge, reference, worker
+from mindferry.rehearsal import before, checkpoints, judge, reference, worker
 from mindferry.rehearsal.judge import KindError
 from mindferry.rehearsal.plan import Plan
 from mindferry.rehearsal.topology import Topology
@@ -80,7 +81,8 @@ class Case:
             "layers": [list(layers) for layers in self.stages.layers],
             "cut": [name for name, cut in self.cuts.items() if cut.dim is not None],
             "frozen": sorted(plan.frozen),
-            "shards": [_shard("start", rank) for rank in range(plan.grid.ranks)],
+            "start": [self._file("start", rank, checkpoints.FIRST) for rank in range(plan.grid.ranks)],
+            "end": [self._file("end", rank, self.last) for rank in range(plan.grid.ranks)],
             "sequence": plan.sequence and plan.grid.model_parallel > 1,
             "seq_length": plan.seq_length,
             "steps": plan.steps,
@@ -89,18 +91,13 @@ class Case:
             "clip": plan.clip,
         }
 
-    def share(self, rank: int, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What the checkpoint of `rank` holds."""
-        place = self.plan.grid.place(rank)
-        return {
-            name: np.ascontiguousarray(self.cuts[name].take(whole[name], place.tensor))
-            for name in self.cuts
-            if place.stage in self.stages.of(name)
-        }
+    @property
+    def last(self) -> str:
+        """Epoch and step of the checkpoint that the ranks write."""
+        return f"1_{self.plan.steps}"
 
-
-def _shard(kind: str, rank: int) -> str:
-    return f"{kind}.rank-{rank}.safetensors"
+    def _file(self, kind: str, rank: int, suffix: str) -> str:
+        return str(checkpoints.rank_file(self.folder / kind, self.plan.spec, rank, suffix))
 
 
 def rehearse(plan: Plan, folder: Path, on_stage: Callable[[str], None] = lambda stage: None) -> Report:
@@ -120,6 +117,8 @@ def rehearse(plan: Plan, folder: Path, on_stage: Callable[[str], None] = lambda 
     judged(case, results, report)
     for path in folder.glob("*.safetensors"):
         path.unlink()
+    for kind in ("start", "end", "again"):
+        shutil.rmtree(folder / kind, ignore_errors=True)
     return report
 
 
@@ -183,11 +182,8 @@ def _weights(plan: Plan) -> dict[str, np.ndarray]:
 
 
 def _write(case: Case) -> None:
-    from safetensors.numpy import save_file
-
     np.savez(case.folder / "tokens.npz", ids=case.ids, mask=case.mask)
-    for rank in range(case.plan.grid.ranks):
-        save_file(case.share(rank, case.weights), case.folder / _shard("start", rank))
+    checkpoints.cut(case.plan, case.stages, case.weights, case.folder / "start")
 
 
 def run(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
@@ -235,21 +231,19 @@ def _empty_directory(path: Path) -> Iterator[None]:
         os.chdir(before_that)
 
 
-def _load(case: Case, kind: str) -> dict[int, dict[str, np.ndarray]]:
+def _gradient_files(case: Case, step: int) -> dict[int, dict[str, np.ndarray]]:
+    """Rank -> name -> its part of the gradient, for the ranks of the first replica."""
     from safetensors.numpy import load_file
 
-    return {
-        rank: load_file(case.folder / _shard(kind, rank))
-        for rank in range(case.plan.grid.ranks)
-        if (case.folder / _shard(kind, rank)).is_file()
-    }
+    first = [group[0] for group in case.topology.data]
+    return {rank: load_file(case.folder / f"gradients-{step}.rank-{rank}.safetensors") for rank in first}
 
 
 def _gradients(case: Case) -> tuple[list[dict[str, np.ndarray]], list[Finding]]:
     """The whole gradients of each step; copies that should be alike and are not."""
     steps, found = [], {}
     for step in range(case.plan.steps):
-        shares = _load(case, f"gradients-{step}")
+        shares = _gradient_files(case, step)
         whole = {}
         for name, cut in case.cuts.items():
             if name in case.plan.frozen:
@@ -268,35 +262,37 @@ def _gradients(case: Case) -> tuple[list[dict[str, np.ndarray]], list[Finding]]:
 
 
 def _checkpoints(case: Case, expected: Mapping[str, np.ndarray], report: Report) -> None:
-    """Merge the ranks' last weights, compare them with one process', and cut them again bit for bit."""
-    shares = _load(case, "weights")
-    grid, worst, odd = case.plan.grid, 0.0, ""
-    whole = {}
-    for name, cut in case.cuts.items():
-        whole[name], alike = judge.merged(name, cut, case.stages.of(name), grid, shares)
-        scale = max(float(np.abs(expected[name]).max()), 1e-12)
-        worst = max(worst, float(np.abs(whole[name] - expected[name]).max()) / scale)
-        odd = odd or ("" if alike else name)
-    report.weights_error = worst if np.isfinite(worst) else float("inf")
-    again = {rank: case.share(rank, whole) for rank in shares}
-    same = all(
-        again[rank].keys() == held.keys() and all(np.array_equal(again[rank][n], v) for n, v in held.items())
-        for rank, held in shares.items()
-    )
-    if odd or not same:
+    """Merge the ranks' checkpoint, compare it with one process' weights, and cut it again bit for bit."""
+    plan, end, again = case.plan, case.folder / "end", case.folder / "again"
+    try:
+        whole, differing = checkpoints.merge(plan, case.stages, end, case.last)
+        checkpoints.cut(plan, case.stages, whole, again)
+    except MindferryError as err:
+        problem = Finding("rehearse.checkpoint", "problem", err.message, err.cause, err.remedy)
+        report.findings.append(problem)
+        return
+    for text in differing:
+        report.findings.append(Finding("rehearse.checkpoint", "problem", text))
+    odd = checkpoints.same(plan, (end, case.last), (again, checkpoints.FIRST))
+    if odd and not differing:
         report.findings.append(
             Finding(
                 "rehearse.checkpoint",
                 "problem",
-                f"{odd or 'the checkpoint'}: merging the ranks' files and cutting them again gives other files",
+                f"merging the ranks' checkpoint and cutting it again gives other files for ranks {odd}",
             )
         )
-    if not report.weights_error <= judge.TOLERANCE:
+    errors = [
+        float(np.abs(whole[name] - value).max()) / max(float(np.abs(value).max()), 1e-12)
+        for name, value in expected.items()
+    ]
+    report.weights_error = max(errors) if np.isfinite(errors).all() else float("inf")
+    if report.weights_error > judge.TOLERANCE:
         report.findings.append(
             Finding(
                 "rehearse.weights",
                 "problem",
-                f"weights after step {case.plan.steps}, merged: off by {report.weights_error:.1e} of the largest "
+                f"weights after step {plan.steps}, merged: off by {report.weights_error:.1e} of the largest "
                 f"element, expected at most {judge.TOLERANCE:g}",
             )
         )

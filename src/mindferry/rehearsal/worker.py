@@ -84,7 +84,7 @@ class Rank:
         self.cutting = Cutting(
             ModelSpec(**case["spec"]), TargetLayout(**case["packing"]), case["sequence"], case["seq_length"]
         )
-        weights = load_file(folder / case["shards"][wire.rank])
+        weights = load_file(case["start"][wire.rank])
         self.share = Share(
             {name: np.array(value) for name, value in weights.items()}, frozenset(case["frozen"])
         )
@@ -203,13 +203,13 @@ class Rank:
         return name in self.case["cut"] or self.wire.index("tensor") == 0
 
     def save_weights(self) -> None:
+        """This rank's file of a checkpoint."""
         import numpy as np
         from safetensors.numpy import save_file
 
-        save_file(
-            {name: np.ascontiguousarray(value) for name, value in self.share.weights.items()},
-            self.folder / f"weights.rank-{self.wire.rank}.safetensors",
-        )
+        file = Path(self.case["end"][self.wire.rank])
+        file.parent.mkdir(parents=True)
+        save_file({name: np.ascontiguousarray(value) for name, value in self.share.weights.items()}, file)
 
     def digest(self) -> str:
         """Of the weights: replicas must have the same."""
