@@ -14,31 +14,13 @@ from mindferry.checking.sides import Batch
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
 
-from ..support import make_run, make_source
+from .ragged import ragged_run
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A source, and a run whose rows have unequal numbers of unmasked tokens."""
-    from mindspore.mindrecord import FileWriter
-
-    room = tmp_path_factory.mktemp("parity")
-    (room / "c.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    source = make_source(room / "src", n_layer=1)
-    run = make_run(source, room / "c.txt", room / "run", steps=12)
-    rng = np.random.default_rng(0)
-    for file in (run / "data").glob("train.mindrecord*"):
-        file.unlink()
-    writer = FileWriter(str(run / "data" / "train.mindrecord"), 1)
-    columns = ("input_ids", "labels", "loss_mask", "position_ids")
-    writer.add_schema({name: {"type": "int32", "shape": [32]} for name in columns})
-    for number in range(96):
-        ids = rng.integers(0, 290, 33).astype(np.int32)
-        mask = (np.arange(32) < 1 + (7 * number) % 32).astype(np.int32)
-        row = (ids[:-1], ids[1:], mask, np.arange(32, dtype=np.int32))
-        writer.write_raw_data([dict(zip(columns, row, strict=True))])
-    writer.commit()
-    return source, run
+    return ragged_run(tmp_path_factory.mktemp("parity"), steps=12)
 
 
 def changed(run: Path, out: Path, **sections: Any) -> Path:

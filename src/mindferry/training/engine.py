@@ -99,6 +99,12 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
 def _one_step(content: dict[str, Any]) -> None:
     """Take MindSpore's own training steps for mindformers', and `sens` for a static loss scale."""
     wrapper = content["runner_wrapper"]
+    if wrapper["type"] == "TrainOneStepCell" and isinstance(wrapper.get("scale_sense"), dict):
+        raise UsageError(
+            "run.yaml: runner_wrapper: TrainOneStepCell knows a static scale only (sens)",
+            remedy="name TrainOneStepWithLossScaleCell or MFTrainOneStepCell for a dynamic one",
+            id="wrapper.scale",
+        )
     if wrapper["type"] in compat.SAME_STEP:
         wrapper["type"] = "MFTrainOneStepCell"
     sens = wrapper.pop("sens", None)
