@@ -44,6 +44,7 @@ COMMANDS = (
     "plan",
     "export",
     "reshard",
+    "rehearse",
     "data",
     "doctor",
     "bench",

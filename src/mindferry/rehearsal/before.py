@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mindferry.errors import UsageError
 from mindferry.findings import Finding
 from mindferry.partition.layout import Stages, stages_of
 from mindferry.partition.rules import cut_of
+from mindferry.rehearsal.judge import kind_of
 from mindferry.rehearsal.plan import Plan, layout_of
 from mindferry.rehearsal.topology import Topology, disagreements
 from mindferry.spec import ModelSpec
@@ -26,21 +28,50 @@ _ROW = ("linear_proj.weight", "linear_fc2.weight")
 _TABLE = ("word_embeddings.weight", "position_embeddings.weight")
 
 
+# Rules of the planner about sizes that do not divide, whose messages (mindformers' own) name no key.
+_DIVISION = ("heads.model_parallel", "hidden.model_parallel", "vocab.model_parallel")
+
+
 def settings(plan: Plan) -> list[Finding]:
     """The planner's rules on the run's real sizes: what mindformers or MindSpore would say, and when."""
     from mindferry.planning.constraints import check
 
-    return [
+    violations = check(layout_of(plan))
+    odd = indivisible(plan)
+    said = "; ".join(violation.message for violation in violations if violation.rule in _DIVISION)
+    return [replace(finding, evidence=said) for finding in odd] + [
         Finding(
             f"rehearse.{violation.rule}",
             violation.severity,
             violation.message,
-            cause=f"the cluster says so {violation.when} ({violation.where})"
-            if "in no message" not in violation.when
-            else f"the cluster says so {violation.when}",
+            cause=f"the cluster says so {violation.when}"
+            + (f" ({violation.where})" if violation.where != "planner" else ""),
             remedy=violation.remedy,
         )
-        for violation in check(layout_of(plan))
+        for violation in violations
+        if not (odd and violation.rule in _DIVISION)
+    ]
+
+
+def indivisible(plan: Plan) -> list[Finding]:
+    """Sizes of the run that model_parallel does not divide."""
+    from mindferry.planning.strategy import divisors
+
+    keys = ["num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size", "vocab_size"]
+    if plan.full.position_embedding == "learned_absolute":
+        keys.append("max_position_embeddings")
+    ranks = plan.grid.model_parallel
+    return [
+        Finding(
+            "rehearse.indivisible",
+            "problem",
+            f"model_config.{key} {size} is no multiple of model_parallel {ranks}",
+            cause="each rank of a tensor group takes an equal share; mindformers refuses when the network is built",
+            remedy=f"model_parallel one of {divisors(size)}"
+            + ("; or pad the vocabulary" if key == "vocab_size" else ""),
+        )
+        for key in keys
+        if (size := getattr(plan.full, key)) % ranks
     ]
 
 
@@ -66,8 +97,6 @@ def shares(plan: Plan) -> list[Finding]:
     found: dict[str, Finding] = {}
     ranks = plan.grid.model_parallel
     for name, whole in target_names(plan.spec).items():
-        from mindferry.rehearsal.judge import kind_of
-
         cut = cut_of(name, whole, ranks, plan.spec, plan.layout)
         needed = needed_shape(name, whole, ranks)
         if cut.local_shape != needed:

@@ -83,6 +83,7 @@ class Case:
             "frozen": sorted(plan.frozen),
             "start": [self._file("start", rank, checkpoints.FIRST) for rank in range(plan.grid.ranks)],
             "end": [self._file("end", rank, self.last) for rank in range(plan.grid.ranks)],
+            "writes_gradients": self.first_replica,
             "sequence": plan.sequence and plan.grid.model_parallel > 1,
             "seq_length": plan.seq_length,
             "steps": plan.steps,
@@ -90,6 +91,12 @@ class Case:
             "learning_rate": LEARNING_RATE,
             "clip": plan.clip,
         }
+
+    @property
+    def first_replica(self) -> list[int]:
+        """Ranks whose checkpoints make one whole model."""
+        grid = self.plan.grid
+        return [rank for rank in range(grid.ranks) if grid.place(rank).data == 0]
 
     @property
     def last(self) -> str:
@@ -235,8 +242,10 @@ def _gradient_files(case: Case, step: int) -> dict[int, dict[str, np.ndarray]]:
     """Rank -> name -> its part of the gradient, for the ranks of the first replica."""
     from safetensors.numpy import load_file
 
-    first = [group[0] for group in case.topology.data]
-    return {rank: load_file(case.folder / f"gradients-{step}.rank-{rank}.safetensors") for rank in first}
+    return {
+        rank: load_file(case.folder / f"gradients-{step}.rank-{rank}.safetensors")
+        for rank in case.first_replica
+    }
 
 
 def _gradients(case: Case) -> tuple[list[dict[str, np.ndarray]], list[Finding]]:

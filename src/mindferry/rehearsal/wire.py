@@ -61,8 +61,9 @@ class Wire:
         return total
 
     def _count(self, name: str, values: np.ndarray) -> None:
-        self.bytes[name] += values.size * 4
-        self.calls[name] += 1
+        kind = "pipeline" if name in ("previous", "next") else name
+        self.bytes[kind] += values.size * 4
+        self.calls[kind] += 1
 
     def sum(self, name: str, values: np.ndarray) -> np.ndarray:
         """AllReduce: the sum over the group, on all of its ranks. float32."""

@@ -103,7 +103,7 @@ class Rank:
         loss = self._pipeline(self._micro_batches(number))
         self._reduce()
         gradients = self.share.gradients
-        if self.replica == 0:
+        if self.wire.rank in self.case["writes_gradients"]:
             save_file(
                 {name: np.ascontiguousarray(value) for name, value in gradients.items()},
                 self.folder / f"gradients-{number}.rank-{self.wire.rank}.safetensors",
