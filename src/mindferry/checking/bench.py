@@ -26,12 +26,14 @@ class Side:
     """What was measured of one side.
 
     Attributes:
-        series: part -> seconds, one entry a round. "backward" of the MindSpore sides is forward and backward.
+        series: part -> seconds, one entry a round. "backward" of the MindSpore sides is forward and backward;
+            "PART/forward" and "PART/both" are parts of the model.
         start_seconds: from the start to the end of the first step: imports aside, building and compiling.
         peak_memory_bytes: high-water mark of the process after the steps.
         runtime_bytes: its resident memory with the libraries loaded and nothing built.
         sizes: parameters, gradients, optimizer in bytes.
         losses: of the measured steps (MindSpore sides).
+        operators: see checking.operators.table; {"failed": why} where there are none, {} where not asked for.
         failure: why it gave nothing, or "".
     """
 
@@ -43,6 +45,7 @@ class Side:
     sizes: dict[str, int] = field(default_factory=dict)
     failure: str = ""
     losses: list[float] = field(default_factory=list)
+    operators: dict[str, Any] = field(default_factory=dict)
 
     def times(self, part: str) -> np.ndarray:
         return np.array(self.series.get(part, []))
@@ -102,10 +105,17 @@ class _Worker:
 
 
 def run_task(
-    run: RunDirectory, rounds: int, log: Path, overrides: dict[str, Any] | None = None
+    run: RunDirectory,
+    rounds: int,
+    log: Path,
+    overrides: dict[str, Any] | None = None,
+    layers: bool = False,
+    operators: bool = False,
 ) -> dict[str, Any]:
-    """The task of a MindSpore side."""
+    """The task of a MindSpore side; `layers`, `operators`: measure those, too."""
     return {
+        "layers": layers,
+        "operators": operators,
         "kind": "mindspore",
         "run": str(run.root),
         "steps": rounds,
@@ -174,8 +184,13 @@ def measure(
                     worker.measure("step")
             tick(f"round {turn + 1} of {rounds}")
         whole = [w for w in workers if not w.side.failure]
+        for worker in whole:
+            if tasks[worker.side.name].get("operators"):
+                tick(f"operators of {worker.side.name}")
+                worker.side.operators = (worker.ask("operators") or {}).get("operators", {})
         if parts:
             _measure_parts([w for w in whole if tasks[w.side.name]["kind"] == "mindspore"], rounds, tick)
+            _measure_layers([w for w in whole if tasks[w.side.name].get("layers")], rounds, tick)
         for worker in whole:
             found = worker.ask("end") if not worker.side.failure else None
             if found is not None:
@@ -193,28 +208,43 @@ def _measure_parts(workers: list[_Worker], rounds: int, tick: Callable[[str], No
             ready.append(worker)
     for _ in range(rounds):
         for worker in ready:
-            for command in ("forward", "backward"):
+            for command in ("forward", "backward", "optimizer"):
                 if not worker.side.failure:
                     worker.measure(command)
 
 
-def decompose(side: Side, accumulation: int = 1) -> dict[str, tuple[float, float]]:
-    """Part -> (median, spread) in seconds: step, data, forward, backward, optimizer.
+def _measure_layers(workers: list[_Worker], rounds: int, tick: Callable[[str], None]) -> None:
+    for worker in workers:
+        tick(f"layers of {worker.side.name}")
+        if worker.side.failure or worker.ask("layers") is None:
+            continue
+        for _ in range(rounds):
+            if not worker.side.failure:
+                worker.measure("layer")
 
-    MindSpore sides measure the step, the wait for data, forward, and forward with backward of one micro-batch;
-    backward is the difference of the last two, optimizer (with clipping and the overflow check) what the step
-    without data takes beyond forward and backward of all micro-batches.
+
+def decompose(side: Side, accumulation: int = 1) -> dict[str, tuple[float, float]]:
+    """Part -> (median, spread) in seconds: step, data, forward, backward, optimizer, rest.
+
+    MindSpore sides measure the step, the wait for data, and, each alone, forward, forward with backward of one
+    micro-batch, and the update (overflow check, clipping, optimizer). backward is a difference of two; rest is what
+    the step takes beyond all of them.
     """
     found = {
-        part: (float(np.median(side.times(part))), speed.spread(side.times(part))) for part in side.series
+        part: (float(np.median(side.times(part))), speed.spread(side.times(part)))
+        for part in side.series
+        if "/" not in part
     }
-    if "optimizer" in found or "backward" not in found:
+    if "compute" not in found or "backward" not in found:
         return found
     forward, both = found["forward"], found["backward"]
     found["forward"] = (accumulation * forward[0], accumulation * forward[1])
     found["backward"] = (accumulation * (both[0] - forward[0]), accumulation * (both[1] + forward[1]))
-    compute = found["compute"]
-    found["optimizer"] = (compute[0] - accumulation * both[0], compute[1] + accumulation * both[1])
+    compute, update = found["compute"], found["optimizer"]
+    found["rest"] = (
+        compute[0] - accumulation * both[0] - update[0],
+        compute[1] + accumulation * both[1] + update[1],
+    )
     return found
 
 
@@ -236,19 +266,26 @@ def memory_parts(side: Side) -> dict[str, int]:
     return {**parts, "activations and workspace": max(rest, 0)}
 
 
+def model_of(run: RunDirectory) -> tuple[Any, int] | None:
+    """ModelSpec and sequence length from migration.json; None where it does not tell."""
+    from mindferry.spec import ModelSpec
+
+    try:
+        migration = json.loads(run.migration.read_text(encoding="utf-8"))
+        return ModelSpec(**migration["model"]), int(migration["data"]["seq_length"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def flops_per_token(run: RunDirectory) -> float | None:
     """6 x (parameters in matrix products) + 12 x layers x hidden x sequence: forward and backward, attention whole.
 
     The formula of PaLM's appendix B (arXiv 2204.02311); recomputed work does not count. None without migration.json.
     """
-    from mindferry.spec import ModelSpec
-
-    try:
-        migration = json.loads(run.migration.read_text(encoding="utf-8"))
-        spec = ModelSpec(**migration["model"])
-        length = int(migration["data"]["seq_length"])
-    except (OSError, ValueError, KeyError, TypeError):
+    found = model_of(run)
+    if found is None:
         return None
+    spec, length = found
     products = spec.num_parameters()
     if spec.position_embedding == "learned_absolute":
         products -= spec.max_position_embeddings * spec.hidden_size
@@ -257,16 +294,17 @@ def flops_per_token(run: RunDirectory) -> float | None:
     return 6.0 * products + 12.0 * spec.num_layers * spec.num_attention_heads * spec.kv_channels * length
 
 
-def gemm_rate() -> float:
-    """FLOP/s of this machine's float32 matrix products, measured.
+def machine_rates() -> tuple[float, float]:
+    """FLOP/s of this machine's float32 matrix products, and bytes/s of its memory, measured.
 
     Raises:
-        MindferryError: the measurement failed.
+        MindferryError: a measurement failed.
     """
     from mindferry.planning import measure as machine
 
-    with tempfile.TemporaryDirectory(prefix="mindferry-gemm-") as folder:
-        return float(machine._worker("gemm", {}, Path(folder))["flops"])
+    with tempfile.TemporaryDirectory(prefix="mindferry-machine-") as folder:
+        rate = machine._worker("gemm", {}, Path(folder))["flops"]
+        return float(rate), float(machine._worker("bandwidth", {}, Path(folder))["bytes_per_second"])
 
 
 def ratios(sides: dict[str, Side], ours: str) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """One side of a benchmark as a process of its own: `python -m mindferry.checking.bench_worker TASK.json`.
 
 It answers on stdout, a JSON line a command: "ready" once warm, then per line of stdin a measurement:
-"step" one optimizer step; "parts" builds forward and backward alone; "forward", "backward" one pass each;
-"end" the peak. Everything libraries print goes to the log.
+"step" one optimizer step; "operators" a few more under MindSpore's profiler; "parts" builds forward, backward and
+update alone; "forward", "backward", "optimizer" one each; "layers" builds each part of the model, "layer" runs all of
+them once; "end" the peak. Everything libraries print goes to the log.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mindferry.training.memory import status_bytes
 
 WARM_STEPS = 3
+PROFILED_STEPS = 3
 
 
 class Line:
@@ -50,48 +53,105 @@ def mindspore_side(task: dict[str, Any], line: Line) -> None:
 
     run = RunDirectory(Path(task["run"]))
     original = run_yaml.read(run.yaml)
-    steps = WARM_STEPS + int(task["steps"])
-    overrides = {
-        "lr_schedule.total_steps": max(original["lr_schedule"]["total_steps"], steps),
-        "callbacks": [c for c in original["callbacks"] if c["type"] != "CheckpointMonitor"],
-        **task.get("overrides", {}),
-    }
-    state: dict[str, Any] = {"waited": 0.0, "start": time.perf_counter(), "runtime": 0, "batch": None}
-
-    def on_batch(step: int, batch: tuple[Any, ...]) -> None:
-        state["batch"] = batch
-
-    def on_step(record: dict[str, Any]) -> None:
-        step = record["step"]
-        data = record["data_time"] - state["waited"]
-        if step == 1:
-            state["first"] = time.perf_counter() - state["start"]
-        took = {"step": record["compute_time"] + data, "compute": record["compute_time"], "data": data}
-        if step > WARM_STEPS:
-            line.say(took=took, loss=record["loss"])
-        elif step == WARM_STEPS:
-            line.say(ready=True, start_seconds=state["first"])
-        before = time.perf_counter()
-        if step >= WARM_STEPS and step < steps:
-            wanted = line.asked()
-            if wanted != "step":
-                raise Ended
-        state["waited"] = time.perf_counter() - before
-
     with tempfile.TemporaryDirectory(prefix="mindferry-bench-") as scratch:
         copy = RunDirectory(Path(scratch))
         for name in ("run.yaml", "model", "data"):
             (copy.root / name).symlink_to(run.root / name)
-        options = engine.Options(steps=steps, overrides=overrides, on_step=on_step, on_batch=on_batch)
+        steps = _Steps(line, int(task["steps"]), PROFILED_STEPS if task.get("operators") else 0, copy.root)
         _import_engine()
-        state["runtime"] = status_bytes("VmRSS")
+        steps.runtime = status_bytes("VmRSS")
+        overrides = {
+            "lr_schedule.total_steps": max(original["lr_schedule"]["total_steps"], steps.last),
+            "callbacks": [c for c in original["callbacks"] if c["type"] != "CheckpointMonitor"],
+            **task.get("overrides", {}),
+        }
+        overrides["callbacks"] = [*overrides["callbacks"], {"type": _keeps_network(steps)}]
+        options = engine.Options(
+            steps=steps.last, overrides=overrides, on_step=steps.ended, on_batch=steps.begins
+        )
         try:
             engine.train(copy, options)
         except Ended:
             return
-        peak = status_bytes("VmHWM")
-        content = engine.prepare(copy, options)
-        _parts(content, copy, state, peak, line)
+        _parts(engine.prepare(copy, options), copy, steps, line)
+
+
+class _Steps:
+    """The training steps: warm-up, then one a command, then those under the profiler.
+
+    Attributes:
+        last: number of the last step.
+        batch: of the last step, device tensors.
+        network: the training step (mindformers' wrapper), set before the first.
+        runtime, peak: resident bytes with the libraries loaded, and at most until the profiler began.
+    """
+
+    def __init__(self, line: Line, measured: int, profiled: int, folder: Path) -> None:
+        self._line, self._profiled = line, profiled
+        self._measured = WARM_STEPS + measured
+        self.last = self._measured + profiled
+        self._start, self._first, self._waited = time.perf_counter(), 0.0, 0.0
+        self._profile: Any = None
+        self._folder, self._seconds = folder / "profile", 0.0
+        self.batch: tuple[Any, ...] = ()
+        self.network: Any = None
+        self.runtime = self.peak = 0
+
+    def begins(self, step: int, batch: tuple[Any, ...]) -> None:
+        self.batch = batch
+
+    def ended(self, record: dict[str, Any]) -> None:
+        """Answer for this step, and wait for the next command."""
+        step = record["step"]
+        data = record["data_time"] - self._waited
+        if step == 1:
+            self._first = time.perf_counter() - self._start
+        if step == WARM_STEPS:
+            self._line.say(ready=True, start_seconds=self._first)
+        elif WARM_STEPS < step <= self._measured:
+            took = {"step": record["compute_time"] + data, "compute": record["compute_time"], "data": data}
+            self._line.say(took=took, loss=record["loss"])
+        elif step > self._measured:
+            self._seconds += record["compute_time"]
+        before = time.perf_counter()
+        if step == self._measured:
+            self.peak = status_bytes("VmHWM")
+        if WARM_STEPS <= step < self._measured and self._line.asked() != "step":
+            raise Ended
+        if step == self._measured and self._profiled:
+            self._start_profile()
+        if step == self.last and self._profile is not None:
+            self._line.say(operators=self._operators())
+        self._waited = time.perf_counter() - before
+
+    def _start_profile(self) -> None:
+        from mindferry.checking.operators import Profile
+
+        if self._line.asked() != "operators":
+            raise Ended
+        self._profile = Profile(self._folder)
+        self._profile.start()
+
+    def _operators(self) -> dict[str, Any]:
+        from mindferry.checking import operators
+
+        seen = self._profile.stop()
+        if not seen:
+            return {"failed": "MindSpore's profiler left no times of operators on this device"}
+        return operators.table(seen, self._profiled, self._seconds / self._profiled)
+
+
+def _keeps_network(steps: _Steps) -> str:
+    """Register a callback that keeps the training step; returns its name for run.yaml."""
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+    from mindspore.train.callback import Callback
+
+    class KeepNetwork(Callback):
+        def on_train_begin(self, run_context: Any) -> None:
+            steps.network = run_context.original_args().train_network
+
+    MindFormerRegister.register_cls(KeepNetwork, MindFormerModuleType.CALLBACK, "MindferryKeepNetwork")
+    return "MindferryKeepNetwork"
 
 
 def _import_engine() -> None:
@@ -99,12 +159,12 @@ def _import_engine() -> None:
     import mindspore  # noqa: F401
 
 
-def _parts(content: dict[str, Any], run: Any, state: dict[str, Any], peak: int, line: Line) -> None:
-    """Forward, and forward with backward, of one micro-batch as compiled pieces of their own."""
+def _parts(content: dict[str, Any], run: Any, steps: _Steps, line: Line) -> None:
+    """Forward, forward with backward of one micro-batch, and the update, as compiled pieces of their own."""
     if line.asked() != "parts":
-        line.say(peak=peak, runtime=state["runtime"])
+        line.say(peak=steps.peak, runtime=steps.runtime)
         return
-    from mindferry.checking import sides
+    from mindferry.checking import layer_times, sides
     from mindferry.training import engine
 
     config = engine.set_up(content, run)
@@ -112,11 +172,12 @@ def _parts(content: dict[str, Any], run: Any, state: dict[str, Any], peak: int, 
     sides.load_weights(network, Path(content["load_checkpoint"]))
     network.set_train(True)
     rows = content["runner_config"]["batch_size"]
-    inputs = tuple(value[:rows] for value in state["batch"])
+    inputs = tuple(value[:rows] for value in steps.batch)
     forward, backward = _passes(network)
     calls = {
         "forward": lambda: forward(*inputs).asnumpy(),
         "backward": lambda: backward(*inputs)[-1].asnumpy(),
+        "optimizer": _update(steps.network),
     }
     for call in calls.values():
         call()
@@ -129,15 +190,46 @@ def _parts(content: dict[str, Any], run: Any, state: dict[str, Any], peak: int, 
         gradients=sum(p.size * p.itemsize for p in trainable),
         optimizer=sum(2 * p.size * 4 for p in trainable),
     )
-    _serve(calls, line)
-    line.say(peak=peak, runtime=state["runtime"])
+    wanted = _serve(calls, line)
+    if wanted == "layers":
+        pieces = layer_times.pieces(network, inputs, content["context"]["mode"])
+        pieces |= {"whole/forward": calls["forward"], "whole/both": calls["backward"]}
+        line.say(ready=True)
+        while (wanted := line.asked()) == "layer":
+            line.say(took=layer_times.time_all(pieces))
+    line.say(peak=steps.peak, runtime=steps.runtime)
 
 
-def _serve(calls: dict[str, Any], line: Line) -> None:
+def _serve(calls: dict[str, Any], line: Line) -> str:
+    """Answer for `calls`; returns the first command that is none of them."""
     while (wanted := line.asked()) in calls:
         start = time.perf_counter()
         calls[wanted]()
         line.say(took={wanted: time.perf_counter() - start})
+    return wanted
+
+
+def _update(step: Any) -> Callable[[], Any]:
+    """Overflow check, clipping and optimizer of the training step `step`, on gradients of zeros."""
+    from mindspore import nn, ops
+
+    from mindferry.training.wrappers import _overflowed
+
+    class Update(nn.Cell):
+        """What the step does once the gradients are there."""
+
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.clip, self.optimizer, self.each = step.clip_grad_norm, step.optimizer, ops.HyperMap()
+
+        def construct(self, *gradients):
+            overflow = ops.AddN()(self.each(_overflowed, gradients)) > 0.0
+            clipped, norm = self.clip(gradients)
+            return ops.depend(norm, self.optimizer(clipped)), overflow
+
+    update = Update()
+    gradients = [ops.zeros_like(weight) for weight in step.weights]
+    return lambda: update(*gradients)[0].asnumpy()
 
 
 def _passes(network: Any) -> tuple[Any, Any]:
