@@ -35,7 +35,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         ("", {}, ""),
         ("sleep", {}, "comm.slow-rank"),
         ("tokens", {}, "comm.more-tokens"),
-        ("data", {"train_dataset.prefetch_size": 1}, "comm.slow-data"),
+        ("data", {}, "comm.slow-data"),
         ("", {"runner_wrapper.reduce_every_micro_batch": True}, "comm.too-often"),
     ],
 )
