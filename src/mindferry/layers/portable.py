@@ -15,7 +15,11 @@ import mindspore as ms
 from mindformers.parallel_core.training_graph.activation import GELU
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import VocabParallelEmbedding
-from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention
+from mindformers.parallel_core.training_graph.transformer.attention import (
+    Attention,
+    SelfAttention,
+    SelfAttentionContiguous,
+)
 from mindformers.parallel_core.training_graph.transformer.dropout import Dropout
 from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
 from mindformers.parallel_core.training_graph.transformer.norm import get_norm_cls
@@ -80,6 +84,13 @@ class SelfAttentionUnrepeated(SelfAttention):
 
     Its `_repeat_kv` reads [S, B, G, D] as [B, G, S, D] (1.9.0) and mixes heads with grouped queries.
     """
+
+    def _repeat_kv(self, x, rep):
+        return x
+
+
+class SelfAttentionContiguousUnrepeated(SelfAttentionContiguous):
+    """The same for the packing [q | k | v] (use_contiguous_weight_layout_attention)."""
 
     def _repeat_kv(self, x, rep):
         return x
@@ -227,7 +238,11 @@ def portable_layer_spec(config, activation, parallel_residual=False):
         use_contiguous_weight_layout_attention=config.use_contiguous_weight_layout_attention,
         use_interleaved_weight_layout_mlp=config.use_interleaved_weight_layout_mlp,
     )
-    layer.submodules.self_attention.module = SelfAttentionUnrepeated
+    layer.submodules.self_attention.module = (
+        SelfAttentionContiguousUnrepeated
+        if config.use_contiguous_weight_layout_attention
+        else SelfAttentionUnrepeated
+    )
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
     if parallel_residual:
         layer.module = ParallelResidualLayer
@@ -268,7 +283,7 @@ def make_portable(model, rotary=None) -> None:
     for _, cell in model.cells_and_names():
         if isinstance(cell, VocabParallelEmbedding):
             cell.embedding_morph = lookup
-        if isinstance(cell, SelfAttention):
+        if isinstance(cell, Attention):
             cell.apply_rotary_pos_emb = apply_rotary
         for morph, method in _MORPHS.items():
             if isinstance(getattr(cell, morph, None), Morph):
