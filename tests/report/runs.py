@@ -24,6 +24,19 @@ def run_yaml_text() -> str:
     return run_yaml.dump(run_yaml.build(spec, recipe, steps_per_epoch=7, layer_spec="portable", device="CPU"))
 
 
+def layers(nasty: str) -> list[dict]:
+    """As bench.json has them: an embedding without a roof, a layer at half of it, another bound by memory."""
+    roof = {"flops": 3e8, "roof_flops_per_second": 1e11, "achieved_flops_per_second": 5e10, "share_of_roof": 0.5,
+            "intensity": 40.0, "bound": "compute"}  # fmt: skip
+    slow = {**roof, "intensity": 2.0, "roof_flops_per_second": 2e10, "achieved_flops_per_second": 2e9,
+            "share_of_roof": 0.1, "bound": "memory"}  # fmt: skip
+    return [
+        {"name": f"embedding{nasty}", "forward_seconds": 1e-3, "both_seconds": 5e-4},
+        {"name": "decoder.layers.0", "forward_seconds": 2e-3, "both_seconds": 6e-3, "roofline": roof},
+        {"name": "head", "forward_seconds": 5e-2, "both_seconds": 0.15, "roofline": slow},
+    ]
+
+
 def losses(steps: int, slope: float, seed: int, noise: float = 0.05) -> np.ndarray:
     """[steps]: exponential fall from 6 to 2 with normal noise."""
     wobble = np.random.default_rng(seed).normal(0, noise, steps)
@@ -89,7 +102,17 @@ def write_run(
         (root / "tune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tried), encoding="utf-8")
         content = {
             "rows": [{"side": "run", "name": "step", "seconds_median": 0.1, "seconds_spread": 0.01}],
-            "ratios": [{"name": "step vs portable", "ratio": 1.5, "verdict": "faster"}],
+            "ratios": [
+                {"name": "step vs portable", "ratio": 1.5, "verdict": "faster", "memory_verdict": "same"}
+            ],
+            "layers": layers(nasty),
+            "gemm_flops_per_second": 1e11,
+            "memory_bytes_per_second": 1e10,
+            "operators": {
+                "by_type": [{"name": f"MatMul{nasty}", "count": 27.0, "seconds": 0.02, "share": 0.2}],
+                "by_place": [{"name": "decoder.layers.0", "count": 90.0, "seconds": 0.01, "share": 0.1}],
+                "between_seconds": 0.03,
+            },
             "memory_parts": {"parameters": 2e8, "gradients": 1e8, "optimizer": 2e8},
         }
         (root / "bench.json").write_text(json.dumps(content), encoding="utf-8")

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from mindferry import __version__
 from mindferry.checking import alignment, convergence, memory, speed
 from mindferry.errors import printable
-from mindferry.report import collect, plots
+from mindferry.report import collect, layers, plots
 from mindferry.report.collect import Dimensions, Subject
 
 MAX_ROWS = 400
@@ -91,6 +91,12 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def percent_text(value: Any) -> str:
+    """A share of 1 in percent."""
+    number = _number(value)
+    return f"{number:.1%}" if math.isfinite(number) else "—"
+
+
 def number_text(value: Any) -> str:
     """A difference in scientific notation."""
     number = _number(value)
@@ -127,6 +133,14 @@ def decision_words(value: Any) -> Markup | str:
 
 def memory_words(verdict: str) -> Markup:
     return say({"same": "same_memory"}.get(verdict, verdict))
+
+
+def verdict_words(verdict: Any, ratio: Any) -> Markup | str:
+    """A verdict of bench.json in both languages; what is none of them stays as it is."""
+    key = {"same": "same_memory"}.get(str(verdict), str(verdict))
+    if key not in _TONES and key not in ("same_memory", "undecided"):
+        return value_text(verdict)
+    return say(key, ratio=f"{_number(ratio):.2f}")
 
 
 _TONES = {
@@ -314,6 +328,7 @@ def _template() -> Any:
         "size": size_text,
         "sec": seconds_text,
         "sci": number_text,
+        "pct": percent_text,
         "rows": rows_of,
         "plain": printable,
     }
@@ -321,7 +336,7 @@ def _template() -> Any:
     env.globals.update(
         t=say, tone=tone, rule_speed=speed.RULE, rule_memory=memory.RULE, rule_conv=convergence.RULE
     )
-    env.globals.update(decision=decision_words)
+    env.globals.update(decision=decision_words, verdict_words=verdict_words)
     env.globals.update(conv_words=convergence_words, speed_words=speed_words, memory_words=memory_words)
     return env.get_template("report.html.j2")
 
@@ -346,6 +361,7 @@ def render(run: Subject, others: list[Subject], forced: list[str], language: str
         figures=_figures([run, *others]),
         alignment=_alignment(run) if run.verify else None,
         memory=_memory(run),
+        layers=layers.view(run.bench, svg_text("flop_per_byte")),
         environment=environment(),
         plan_pictures=pictures,
         words=words(),
