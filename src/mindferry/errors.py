@@ -54,9 +54,9 @@ class UsageError(MindferryError):
     exit_code = 2
 
 
-def nearest(word: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The names in `known` that look most like `word`, best first."""
-    return difflib.get_close_matches(word, list(known), n=n, cutoff=0.5)
+def nearest(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The names in `known` that look most like `word`, best first; `cutoff` 1 is the word itself."""
+    return difflib.get_close_matches(word, list(known), n=n, cutoff=cutoff)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -191,7 +191,9 @@ def check(
 def test_the_subset_covers_every_value() -> None:
     for axis, values in enumerate((OPTIMIZERS, LEVELS, ACCUMULATION, CELLS)):
         missing = set(values) - {row[axis] for row in COVERING}
-        assert not missing or (axis == 3 and missing == {"MF plain"}), "MF plain is what every other test runs"
+        assert not missing or (axis == 3 and missing == {"MF plain"}), (
+            "MF plain is what every other test runs"
+        )
 
 
 @pytest.mark.parametrize(("optimizer", "level", "accumulation", "cell"), COVERING)

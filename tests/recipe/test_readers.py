@@ -258,11 +258,35 @@ def test_damaged_pickles_say_so(tmp_path_factory: pytest.TempPathFactory, junk: 
         ),
         ("a.sh", "x --lr 1 --micro-batch-size 2 --rampup-batch-size 2 2 100", "rampup_batch_size"),
         ("a.sh", "x --lr '1", "cannot be read as a shell script"),
+        (
+            "a.sh",
+            "x --lr 1 --micro-batch-size 2 --adam-beta-2 .9",
+            "--adam-beta-2: .*did you mean --adam-beta2",
+        ),
+        ("a.sh", "x --lr 1 --micro-batch-size 2 --lr-warmup-iter 9", "did you mean --lr-warmup-iters"),
+        ("a.py", "max_iters = 9\nlearning_rat = 1e-3", "learning_rat: .*did you mean 'learning_rate'"),
+        ("a.py", "max_iters = 9\nwarmup_iter = 3", "did you mean 'warmup_iters'"),
+        (
+            "a.yaml",
+            "learning_rate: 1\nwarmup_step: 3",
+            "warmup_step: no setting .*did you mean 'warmup_steps'",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_recipe(write(tmp_path / name, text))
+
+
+def test_names_of_ones_own_are_no_misspelling(tmp_path: Path) -> None:
+    """A configuration may compute with names of its own; they are listed, not refused."""
+    text = "max_iters = 9\nn_head = 6\neval_iters = 20\nbase_lr = 1e-3\nlearning_rate = base_lr\nmy_min_lr = 1e-4\n"
+    stated = read_recipe(write(tmp_path / "c.py", text))
+    assert stated.schedule["learning_rate"] == 1e-3
+    assert {"base_lr", "my_min_lr", "eval_iters"} <= set(stated.ignored)
+    flags = "--eval-iters 5 --num-layers 2 --decoder-seq-length 9 --decoupled-lr 1 --no-rope-fusion --fp8-format e4m3"
+    script = f"x --lr 1e-4 --train-iters 9 --micro-batch-size 2 --global-batch-size 2 {flags}"
+    assert len(read_recipe(write(tmp_path / "c.sh", script)).ignored) == 6
 
 
 def arguments(tmp_path: Path, **values: object) -> Path:

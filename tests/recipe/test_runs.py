@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from mindferry.errors import MindferryError
+from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
 from mindferry.training.engine import Options, prepare, train
@@ -142,3 +143,64 @@ def test_mindspores_own_steps_are_the_same_step(
     assert wrapper["type"] == "MFTrainOneStepCell"
     assert wrapper["scale_sense"] == 1024
     assert "sens" not in wrapper
+
+
+def test_loss_and_time_monitors_of_mindspore(
+    plain: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The article's LossMonitor and TimeMonitor, by name: their lines, with the losses of metrics.jsonl."""
+    run = make_run(plain, corpus, tmp_path / "run")
+    content = run_yaml.read(run / "run.yaml")
+    content["callbacks"] = [
+        {"type": "LossMonitor", "per_print_times": 2},
+        {"type": "TimeMonitor", "data_size": 4},
+    ]
+    (run / "run.yaml").write_text(run_yaml.dump(content))
+    train(RunDirectory.open(run), Options(steps=4))
+    printed = capfd.readouterr().out
+    lines = re.findall(r"epoch: (\d+) step: (\d+), loss is ([\d.]+)", printed)
+    assert [(int(epoch), int(step)) for epoch, step, _ in lines] == [(1, 2), (1, 4)]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [float(value) for _, _, value in lines] == pytest.approx(
+        [records[1]["loss"], records[3]["loss"]], rel=1e-6
+    )
+    assert re.search(r"Train epoch time: [\d.]+ ms, per step time: [\d.]+ ms", printed)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"param_init_type": "float16", "compute_dtype": "float16"}, "params float16"),
+        ({"param_init_type": "bfloat16"}, "params bfloat16"),
+        (
+            {"compute_dtype": "bfloat16", "softmax_compute_type": "float16"},
+            "level O3 means float16 everywhere",
+        ),
+        (
+            {"compute_dtype": "bfloat16", "layernorm_compute_type": "float16"},
+            "level O3 means float16 everywhere",
+        ),
+        ({"compute_dtype": "float8"}, "compute: .*float8"),
+    ],
+)
+def test_types_that_cannot_train_together_in_a_run_yaml(
+    plain: Path, corpus: Path, tmp_path: Path, config: dict, message: str
+) -> None:
+    run = RunDirectory.open(make_run(plain, corpus, tmp_path / "run"))
+    overrides = {f"model.model_config.{key}": value for key, value in config.items()}
+    with pytest.raises(UsageError, match=message):
+        prepare(run, Options(overrides=overrides))
+
+
+def test_data_sinking_is_for_devices_that_have_it(plain: Path, corpus: Path, tmp_path: Path) -> None:
+    """Written for Ascend, one step at a time so that every loss is reported; a CPU refuses it or leaves it out."""
+    run = RunDirectory.open(make_run(plain, corpus, tmp_path / "run", device="Ascend"))
+    text = run.yaml.read_text()
+    assert "sink_mode: true  #" in text
+    assert "sink_size: 1  # steps handed to the device at once" in text
+    assert prepare(run, Options())["runner_config"]["sink_mode"] is True
+    assert prepare(run, Options(device="cpu"))["runner_config"]["sink_mode"] is False
+    with pytest.raises(UsageError, match="a CPU has no device queue to sink data into"):
+        prepare(run, Options(overrides={"context.device_target": "CPU"}))
+    here = RunDirectory.open(make_run(plain, corpus, tmp_path / "here"))
+    assert "sink_mode: false  # data sinking needs a device queue" in here.yaml.read_text()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindferry.errors import UsageError
+from mindferry.errors import UsageError, nearest
 from mindferry.recipes import recompute
 from mindferry.recipes.stated import Settings, Stated
 from mindferry.spec import LossScale, OptimizerSpec, Precision, Schedule, spec_from
@@ -120,6 +120,14 @@ def flags(path: Path) -> tuple[dict[str, Any], list[str]]:
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
         if key not in DEFAULTS:
+            close = nearest(key, DEFAULTS, n=1, cutoff=0.93)
+            if close:
+                right = close[0].replace("_", "-")
+                raise UsageError(
+                    f"{path}: --{name}: no flag of Megatron-LM that is known here - did you mean --{right}?",
+                    remedy="correct or remove it",
+                    id="recipe.unknown-key",
+                )
             others.append(name)
             continue
         if key in _SWITCHES:

@@ -7,7 +7,7 @@ import operator
 from pathlib import Path
 from typing import Any
 
-from mindferry.errors import UsageError
+from mindferry.errors import UsageError, nearest
 from mindferry.recipes.stated import Settings, Stated
 from mindferry.spec import LossScale, OptimizerSpec, Precision
 
@@ -29,6 +29,30 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 SEED = 1337
+# train.py's other settings; a configuration may also have names of its own.
+_OTHERS = (
+    *(
+        "out_dir",
+        "eval_interval",
+        "log_interval",
+        "eval_iters",
+        "eval_only",
+        "always_save_checkpoint",
+        "init_from",
+    ),
+    *(
+        "wandb_log",
+        "wandb_project",
+        "wandb_run_name",
+        "dataset",
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "dropout",
+        "bias",
+    ),
+    *("backend", "device", "compile"),
+)
 
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
@@ -90,6 +114,23 @@ def assignments(path: Path) -> tuple[dict[str, Any], list[str]]:
     return values, skipped
 
 
+def _check_names(path: Path, values: dict[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: a name that is a training setting but for a letter or two; train.py would pass over it.
+    """
+    for name in values:
+        if name in DEFAULTS or name in _OTHERS:
+            continue
+        close = nearest(name, DEFAULTS, n=1, cutoff=0.85)
+        if close and close[0] not in values:
+            raise UsageError(
+                f"{path}: {name}: no setting of nanoGPT - did you mean {close[0]!r}?",
+                remedy="correct or remove it",
+                id="recipe.unknown-key",
+            )
+
+
 def read(path: Path) -> Stated:
     """The recipe of a nanoGPT configuration.
 
@@ -97,6 +138,7 @@ def read(path: Path) -> Stated:
     micro-batches of all processes together.
     """
     values, skipped = assignments(path)
+    _check_names(path, values)
     known = Settings({**DEFAULTS, **values}, path)
     steps = known.whole("max_iters") + 1
     half = known.get("dtype")

@@ -46,7 +46,8 @@ _HEADER = """\
 _NOTES = {
     "use_legacy": "today's mcore GPTModel",
     "load_checkpoint": "the source's weights, under GPTModel's parameter names",
-    "sink_mode": "data sinking is for Ascend; a CPU has no device queue to sink into",
+    "sink_mode": "data sinking needs a device queue: on for Ascend; a CPU has none",
+    "sink_size": "steps handed to the device at once; 1 reports each step's loss",
     "max_grad_norm": None,
     "lr_schedule": "total_steps counts optimizer steps; the run stops there",
     "layer_spec": "portable: any device; reference: mindformers' own modules (Ascend)",
@@ -201,7 +202,7 @@ def build(
         "runner_config": {
             "epochs": epochs,
             "batch_size": recipe.batch_size,
-            "sink_mode": False,
+            "sink_mode": device == "Ascend",
             "sink_size": 1,
             "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
         },
@@ -270,7 +271,7 @@ def build(
     }
 
 
-def _float_text(value: float) -> str:
+def float_text(value: float) -> str:
     """Text that YAML 1.1 and 1.2 readers both take for a float (PyYAML reads `1e-05` as a string)."""
     text = repr(value)
     mantissa, sep, exponent = text.partition("e")
@@ -286,9 +287,7 @@ def dump(content: dict[str, Any]) -> str:
     yaml.width = 100
     yaml.representer.add_representer(
         float,
-        lambda representer, value: representer.represent_scalar(
-            "tag:yaml.org,2002:float", _float_text(value)
-        ),
+        lambda representer, value: representer.represent_scalar("tag:yaml.org,2002:float", float_text(value)),
     )
     stream = io.StringIO()
     yaml.dump(content, stream)

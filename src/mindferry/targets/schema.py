@@ -236,6 +236,12 @@ class LossMonitor(Section):
     per_print_times: StrictInt = Field(1, gt=0)
 
 
+class TimeMonitor(Section):
+    type: StrictStr
+    data_size: StrictInt | None = Field(None, gt=0)
+    data_time: StrictBool = False
+
+
 class CheckpointMonitor(Section):
     type: StrictStr
     directory: StrictStr = "./checkpoints"
@@ -248,7 +254,12 @@ class CheckpointMonitor(Section):
 
 
 # Callbacks that have a schema of their own; any other registered mindformers callback passes through.
-CALLBACKS: dict[str, type[Section]] = {"MFLossMonitor": LossMonitor, "CheckpointMonitor": CheckpointMonitor}
+CALLBACKS: dict[str, type[Section]] = {
+    "MFLossMonitor": LossMonitor,
+    "LossMonitor": LossMonitor,
+    "TimeMonitor": TimeMonitor,
+    "CheckpointMonitor": CheckpointMonitor,
+}
 
 
 class RunYaml(Section):

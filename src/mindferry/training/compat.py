@@ -62,6 +62,7 @@ ACCUMULATING_WRAPPERS = ("PortableTrainOneStepCell", "AccumulatingTrainOneStepCe
 def register_wrappers() -> None:
     """Register our step wrappers, learning rates and optimizers with mindformers (idempotent)."""
     import mindferry.training.megatron_loader
+    import mindferry.training.monitors
     import mindferry.training.optimizers
     import mindferry.training.schedule
     import mindferry.training.wrappers  # noqa: F401

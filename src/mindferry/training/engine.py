@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mindferry.errors import MindferryError, UsageError
+from mindferry.recipes.stated import check_precision
+from mindferry.spec import LossScale, Precision, spec_from
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
 from mindferry.training import compat, data_parallel, data_source
@@ -71,8 +73,11 @@ def prepare(run: RunDirectory, options: Options) -> dict[str, Any]:
         content["context"]["mode"] = MODES[options.mode]
     if options.device:
         content["context"]["device_target"] = DEVICES[options.device]
+        if DEVICES[options.device] == "CPU":
+            content["runner_config"]["sink_mode"] = False  # a CPU has no device queue to sink data into
     _override(content, options.overrides or {})
     _one_step(content)
+    _check_types(content, str(run.yaml))
     if options.workers > 1:
         data_parallel.share_out(content, options.workers)
     cpu = content["context"]["device_target"] == "CPU"
@@ -110,6 +115,21 @@ def _one_step(content: dict[str, Any]) -> None:
     sens = wrapper.pop("sens", None)
     if sens is not None:
         wrapper["scale_sense"] = sens
+
+
+def _check_types(content: dict[str, Any], origin: str) -> None:
+    """Refuse data types that cannot train together (mindferry.recipes.stated.check_precision)."""
+    config = content["model"]["model_config"]
+    given = {field: config[key] for field, key in _PRECISION_KEYS.items() if config.get(key) is not None}
+    check_precision(spec_from(Precision, given, f"{origin}: model.model_config"), LossScale(), origin)
+
+
+_PRECISION_KEYS = {
+    "compute": "compute_dtype",
+    "params": "param_init_type",
+    "layernorm": "layernorm_compute_type",
+    "softmax": "softmax_compute_type",
+}
 
 
 def _inside(run: RunDirectory, path: str) -> str:
