@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindferry import __version__
+from mindferry import __version__, legacy_run
 from mindferry.errors import UsageError
 from mindferry.partition.cluster import ClusterCut, check_cut, write_cut
 from mindferry.recipes.precision import precision_of
@@ -35,6 +35,7 @@ class Choices:
         tokenizer: directory with tokenizer files, where the source has none.
         assume: values that the source does not state (ModelSpec field -> value).
         cut: strategy for which the weights are written a second time.
+        target: "mindformers-1.3.2" for a run of that release instead of one for today's.
     """
 
     seq_length: int
@@ -55,6 +56,7 @@ class Choices:
     tokenizer: Path | None = None
     assume: dict[str, Any] | None = None
     cut: ClusterCut | None = None
+    target: str | None = None
 
 
 @dataclass
@@ -279,6 +281,8 @@ def migrate(
     _check(source.spec, choices, source_path)
     if choices.cut is not None:
         check_cut(source.spec, choices.cut)
+    if choices.target is not None:
+        legacy_run.check_model(source.spec)
     with staged(out, force) as staging:
         data_report = build_mindrecord(
             data,
@@ -340,5 +344,12 @@ def migrate(
                 "vocab_rows": made.vocab_rows,
             }
             warnings += made.warnings
+            write_json(staging / "migration.json", report)
+        if choices.target is not None:
+            rows, notes = legacy_run.rewrite(
+                staging, source.spec, recipe, content, steps_per_epoch, ticks.weights
+            )
+            report["target"] = {"name": choices.target, "parameters": rows}
+            warnings += notes
             write_json(staging / "migration.json", report)
     return Migration(out.resolve(), report, warnings)

@@ -216,7 +216,8 @@ model:
             "backbone.layernorm.gamma": hf["ln_f.weight"],
             "backbone.layernorm.beta": hf["ln_f.bias"],
         }
-        for layer in range(4):
+        width = hf["ln_f.weight"].size
+        for layer in range(sum(name.endswith("ln_1.weight") for name in hf)):
             at, to = f"h.{layer}.", f"backbone.blocks.{layer}."
             for norm, name in (("ln_1", "layernorm1"), ("ln_2", "layernorm2")):
                 out[f"{to}{name}.gamma"], out[f"{to}{name}.beta"] = (
@@ -224,7 +225,7 @@ model:
                     hf[f"{at}{norm}.bias"],
                 )
             for i in range(3):
-                columns = slice(24 * i, 24 * (i + 1))
+                columns = slice(width * i, width * (i + 1))
                 out[f"{to}attention.dense{i + 1}.weight"] = hf[f"{at}attn.c_attn.weight"][:, columns].T.copy()
                 out[f"{to}attention.dense{i + 1}.bias"] = hf[f"{at}attn.c_attn.bias"][columns].copy()
             for theirs, ours in (("attn.c_proj", "attention.projection"), ("mlp.c_fc", "output.mapping"),

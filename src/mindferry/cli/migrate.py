@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from mindferry.cli.console import Progress, Result, command
 from mindferry.errors import UsageError
 from mindferry.findings import Finding
+
+if TYPE_CHECKING:
+    from mindferry.migration import Migration
 
 EXAMPLE = "Example: mindferry migrate gpt2/ --data corpus/ --out run/ --seq-length 1024"
 
@@ -80,6 +84,11 @@ def migrate(
         metavar="FIELD=VALUE",
         help="A value the source does not state (activation=gelu_tanh).",
     ),
+    target: str = typer.Option(
+        "mindformers-1.9.0",
+        "--target",
+        help="mindformers-1.9.0, or mindformers-1.3.2 for its GPT-2 (gpt2.yaml, gpt2.ckpt; within its limits).",
+    ),
     cut: str | None = typer.Option(
         None,
         "--cut",
@@ -108,6 +117,7 @@ def migrate(
     from mindferry.recipes.precision import LEVELS
     from mindferry.recipes.recompute import parse
     from mindferry.recipes.schedule import SCALINGS
+    from mindferry.targets.mindformers_132 import TARGET
 
     if (offset or pad_vocab) and not cut:
         raise UsageError(
@@ -115,6 +125,9 @@ def migrate(
             remedy="add --cut dp=,mp=,pp=",
             id="option.value",
         )
+    legacy = one_of("--target", target, ("mindformers-1.9.0", TARGET)) == TARGET
+    if legacy:
+        _refuse({"--cut": cut, "--optimizer-state": optimizer_state, "--amp-level": amp_level}, TARGET)
 
     def maybe(option: str, value: str | None, allowed: tuple[str, ...]) -> str | None:
         return None if value is None else one_of(option, value, allowed)
@@ -138,25 +151,44 @@ def migrate(
         tokenizer=tokenizer,
         assume=assumed(assume),
         cut=ClusterCut(parse_grid(cut, "--cut"), offsets("--offset", offset), pad_vocab) if cut else None,
+        target=TARGET if legacy else None,
     )
     with Progress("migrating", total=None, unit="steps") as bar:
         ticks = migration.Ticks(weights=lambda done, name: bar.advance(note=name), data=bar)
         made = migration.migrate(source, data, out, choices, force=force, ticks=ticks)
+    return _result(made, source, out)
+
+
+def _refuse(given: dict[str, object], target: str) -> None:
+    """Options that the older target has no place for."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} is not made for --target {target}",
+                remedy="leave it out, or stay with the current mindformers",
+                id="option.value",
+            )
+
+
+def _result(made: Migration, source: Path, out: Path) -> Result:
     report = made.report
     counts = {key: len(report["weights"][key]) for key in ("used", "ignored", "created")}
-    tokens = {key: report["data"][key] for key in ("tokens", "documents", "sequences")}
+    data = report["data"]
+    tokens = {key: data[key] for key in ("tokens", "documents", "sequences")}
     findings = [Finding("migrate.attention", "warning", text) for text in made.warnings]
     text = (
         f"{made.run}\n"
         f"  model  {report['model']['family']}, {report['parameters']:,} parameters; tensors: "
         f"{counts['used']} used, {counts['ignored']} ignored, {counts['created']} created\n"
         f"  data   {tokens['documents']:,} documents, {tokens['tokens']:,} tokens, "
-        f"{tokens['sequences']:,} sequences of {seq_length}\n"
-        f"  next   mindferry verify {out} --against {source}\n"
-        f"         mindferry train {out}"
+        f"{tokens['sequences']:,} sequences of {data['seq_length']}\n"
     )
-    if cut:
-        text += f"\n  cut    {cut}: model-cut/, which run.cluster.yaml loads"
+    if "target" in report:
+        text += f"  next   in {out}, with mindformers 1.3.2: run_mindformer.py --config gpt2.yaml"
+    else:
+        text += f"  next   mindferry verify {out} --against {source}\n         mindferry train {out}"
+    if "cut" in report:
+        text += f"\n  cut    {report['cut']['strategy']}: model-cut/, which run.cluster.yaml loads"
     return Result(
         findings=findings,
         extra={
@@ -165,6 +197,7 @@ def migrate(
             "weights": counts,
             "data": tokens,
             "cut": report.get("cut"),
+            "target": report["target"]["name"] if "target" in report else None,
         },
         text=text,
     )

@@ -104,7 +104,11 @@ def check_free(out: Path, force: bool) -> None:
         raise UsageError(f"{out}: is a file, expected a directory to create", remedy="choose another --out")
     if any(out.iterdir()) and not force:
         raise UsageError(f"{out}: not empty", remedy="choose another --out, or replace it with --force")
-    if force and any(out.iterdir()) and not (out / "run.yaml").is_file():
+    if (
+        force
+        and any(out.iterdir())
+        and not any((out / name).is_file() for name in ("run.yaml", "migration.json"))
+    ):
         raise UsageError(
             f"{out}: not empty and no run of mindferry, --force would delete somebody else's files",
             remedy="choose another --out",

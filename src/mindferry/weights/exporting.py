@@ -197,7 +197,7 @@ def export(
                     f"the vocabulary of {spec.vocab_size} was padded to {padded} rows with zeros"
                 )
         else:
-            _write_mindformers(spec, items, staging, max_shard_bytes, progress, report)
+            _write_mindformers(spec, items, staging, progress, report)
     return report
 
 
@@ -319,52 +319,18 @@ def _write_nanogpt(
 
 
 def _write_mindformers(
-    spec: ModelSpec,
-    items: list[Item],
-    out: Path,
-    max_shard_bytes: int,
-    progress: Progress | None,
-    report: ExportReport,
+    spec: ModelSpec, items: list[Item], out: Path, progress: Progress | None, report: ExportReport
 ) -> None:
-    """The weights of a mindformers 1.3.2 GPT-2 and the `model` block of its YAML."""
-    if spec.ffn_hidden_size % spec.hidden_size:
-        raise MindferryError(
-            f"mindformers 1.3.2 cannot hold ffn_hidden_size {spec.ffn_hidden_size}: its expand_ratio is a whole "
-            f"number of hidden_size {spec.hidden_size}",
-            remedy="stay with the current mindformers",
-            id="export.family",
-        )
-    write_checkpoint(
-        items, out, max_shard_bytes=max_shard_bytes, metadata={"format": "np"}, progress=progress
-    )
-    act = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu"}[spec.activation]
-    lines = [
-        "model:",
-        "  model_config:",
-        "    type: GPT2Config",
-        f"    seq_length: {spec.max_position_embeddings}",
-        f"    vocab_size: {spec.vocab_size}",
-        f"    hidden_size: {spec.hidden_size}",
-        f"    num_layers: {spec.num_layers}",
-        f"    num_heads: {spec.num_attention_heads}",
-        f"    expand_ratio: {spec.ffn_hidden_size // spec.hidden_size}",
-        f"    hidden_act: {act}",
-        f"    embedding_dropout_prob: {spec.embedding_dropout}",
-        f"    hidden_dropout_rate: {spec.hidden_dropout}",
-        f"    attention_dropout_rate: {spec.attention_dropout}",
-        "    layernorm_compute_type: float32",
-        "    softmax_compute_type: float32",
-        "    param_init_type: float32",
-        "    compute_dtype: float16",
-    ]
-    for name in ("bos_token_id", "eos_token_id"):
-        value = getattr(spec, name)
-        lines += [f"    {name}: {value}"] if value is not None else []
-    lines += ["  arch:", "    type: GPT2LMHeadModel", ""]
-    (out / "gpt2.yaml").write_text("\n".join(lines), encoding="utf-8")
+    """The weights of a mindformers 1.3.2 GPT-2 (it loads .ckpt only) and the `model` block of its YAML."""
+    from mindferry.targets import mindformers_132 as legacy
+    from mindferry.weights.ckpt import write_ckpt
+
+    block = legacy.model_block(spec, spec.max_position_embeddings)
+    write_ckpt(items, out / legacy.WEIGHTS, progress)
+    (out / legacy.YAML).write_text(legacy.dump({"model": block}), encoding="utf-8")
     report.warnings.append(
         "mindformers 1.3.2 computes GPT-2 in float16 whatever compute_dtype says, and masks every eos_token_id "
-        "out of attention and loss"
+        "out of attention and loss where its data has no attention_mask"
     )
 
 
