@@ -4,40 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from mindferry.errors import UsageError
 from mindferry.report import collect, page
-from tests.report import browser, runs
-
-NASTY = "<img src=x onerror=alert(1)>\x1b[31m\u202e&\"'"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("report")
-    runs.write_run(root / "before", slope=0.002, seconds=0.2, memory=900 << 20, seed=1)
-    runs.write_run(
-        root / "after", slope=0.002, seconds=0.1, memory=500 << 20, seed=1, verify=True, bench=True
-    )
-    runs.write_run(root / "nasty", nasty=NASTY, seed=2, verify=True)
-    for name, others in (("after", ["before"]), ("nasty", [])):
-        subject = collect.gather(root / name)
-        text = page.render(subject, [collect.gather(root / o) for o in others], [])
-        (root / f"{name}-report.html").write_text(text, encoding="utf-8")
-    return root
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    if browser.executable() is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    shown = browser.Browser()
-    yield shown
-    shown.close()
+from tests.report import runs
 
 
 def test_small_and_self_contained(folder):
@@ -113,89 +86,6 @@ def test_opens_without_a_complaint_and_switches(folder, chromium, tmp_path):
     chromium.screenshot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 20_000
     assert chromium.complaints() == []
-
-
-# What axe-core calls image-alt, svg-img-alt, th-has-data-cells, duplicate-id, aria-valid, link-name, heading-order.
-STRUCTURE = """(() => {
-  const bad = [];
-  const ids = [...document.querySelectorAll('[id]')].map(e => e.id);
-  ids.filter((x, i) => ids.indexOf(x) !== i).forEach(x => bad.push('duplicate id ' + x));
-  document.querySelectorAll('[aria-labelledby]').forEach(e => {
-    const to = document.getElementById(e.getAttribute('aria-labelledby'));
-    if (!to || !to.innerText.trim()) bad.push('no name: ' + e.outerHTML.slice(0, 90)); });
-  document.querySelectorAll('svg:not([role=img])').forEach(e => {
-    if (!e.closest('[aria-hidden=true]')) bad.push('svg is neither named nor hidden'); });
-  document.querySelectorAll('img').forEach(e => { if (!e.alt) bad.push('img without alt'); });
-  document.querySelectorAll('th').forEach(e => { if (!e.scope) bad.push('th without scope: ' + e.innerText); });
-  document.querySelectorAll('a[href^="#"]').forEach(e => {
-    if (!document.getElementById(e.hash.slice(1))) bad.push('dead link ' + e.hash);
-    if (!e.innerText.trim()) bad.push('link without text'); });
-  document.querySelectorAll('button').forEach(e => {
-    if (!(e.getAttribute('aria-label') || e.innerText.trim())) bad.push('button without a name');
-    if (e.tabIndex < 0) bad.push('button out of reach'); });
-  let level = 0;
-  document.querySelectorAll('h1,h2,h3,h4').forEach(e => {
-    const n = +e.tagName[1]; if (n > level + 1) bad.push('heading jumps: ' + e.innerText); level = n; });
-  if (document.querySelectorAll('main').length !== 1) bad.push('not one main');
-  if (!document.documentElement.lang || !document.title) bad.push('no language or title');
-  return bad; })()"""
-
-# WCAG 1.4.3: 4.5 to 1 for every text, against the nearest opaque background.
-CONTRAST = """(() => {
-  const rgb = s => s.match(/[\\d.]+/g).map(Number);
-  const lum = c => { const f = c.slice(0, 3).map(v => { v /= 255;
-    return v <= 0.03928 ? v / 12.92 : Math.pow((v + 0.055) / 1.055, 2.4); });
-    return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
-  const bad = new Set();
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walk.nextNode()) {
-    const e = walk.currentNode.parentElement;
-    if (!walk.currentNode.data.trim() || !e.getClientRects().length || e.closest('script')) continue;
-    const style = getComputedStyle(e), svg = e.closest('svg');
-    const ink = rgb(svg ? style.fill : style.color);
-    let at = e, back = null;
-    while (at && !back) { const b = rgb(getComputedStyle(at).backgroundColor);
-      if (b.length === 3 || b[3] === 1) back = b; at = at.parentElement; }
-    const [a, b] = [lum(ink), lum(back)].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) bad.add(e.tagName + ' ' + e.innerHTML.slice(0, 40));
-  }
-  return [...bad]; })()"""
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_accessible(folder, chromium, theme):
-    chromium.open(folder / "after-report.html")
-    chromium.eval("document.querySelectorAll('details').forEach(d => d.open = true)")
-    chromium.eval(f"document.querySelector('[data-theme={theme}]').click()")
-    assert chromium.eval(STRUCTURE) == []
-    assert chromium.eval(CONTRAST) == []
-
-
-def test_reachable_by_keyboard_and_named_for_screen_readers(folder, chromium):
-    chromium.open(folder / "after-report.html")
-    for kind in ("keyDown", "keyUp"):
-        chromium.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
-    assert chromium.eval("document.activeElement.className") == "skip"
-    assert chromium.eval("document.activeElement.getBoundingClientRect().left >= 0")
-    nodes = chromium.call("Accessibility.getFullAXTree")["nodes"]
-    images = [n["name"]["value"] for n in nodes if n.get("role", {}).get("value") in ("image", "img")]
-    assert "Loss" in images
-    assert "Learning rate" in images
-    assert all(images)
-
-
-def test_fits_a_narrow_window_and_prints(folder, chromium):
-    chromium.open(folder / "after-report.html")
-    chromium.call(
-        "Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=False
-    )
-    assert chromium.eval("document.documentElement.scrollWidth <= 360")
-    chromium.call("Emulation.clearDeviceMetricsOverride")
-    chromium.call("Emulation.setEmulatedMedia", media="print")
-    assert chromium.eval("getComputedStyle(document.querySelector('nav')).display") == "none"
-    assert chromium.eval("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    chromium.call("Emulation.setEmulatedMedia", media="")
-    assert len(chromium.call("Page.printToPDF")["data"]) > 10_000
 
 
 def test_nasty_names_stay_text(folder, chromium):

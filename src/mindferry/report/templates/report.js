@@ -18,4 +18,13 @@
       press("theme", button.getAttribute("data-theme"));
     });
   });
+  // Paper has nothing to click: what is folded away is printed, too.
+  var folded = [];
+  window.addEventListener("beforeprint", function () {
+    folded = Array.prototype.slice.call(document.querySelectorAll("details:not([open])"));
+    folded.forEach(function (item) { item.open = true; });
+  });
+  window.addEventListener("afterprint", function () {
+    folded.forEach(function (item) { item.open = false; });
+  });
 })();
