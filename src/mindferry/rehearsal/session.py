@@ -16,9 +16,10 @@ from mindferry.findings import Finding
 from mindferry.launching.msrun import Job
 from mindferry.partition.layout import Stages
 from mindferry.partition.rules import Cut, cuts
-from mindferry.rehearsal import before, checkpoints, judge, reference, worker
+from mindferry.rehearsal import before, checkpoints, judge, reference, trace, worker
 from mindferry.rehearsal.judge import KindError
 from mindferry.rehearsal.plan import Plan
+from mindferry.rehearsal.stage import Cutting
 from mindferry.rehearsal.topology import Topology
 from mindferry.weights.target import target_names
 
@@ -84,13 +85,18 @@ class Case:
             "start": [self._file("start", rank, checkpoints.FIRST) for rank in range(plan.grid.ranks)],
             "end": [self._file("end", rank, self.last) for rank in range(plan.grid.ranks)],
             "writes_gradients": self.first_replica,
-            "sequence": plan.sequence and plan.grid.model_parallel > 1,
+            "sequence": self.sequence,
             "seq_length": plan.seq_length,
             "steps": plan.steps,
             "per_token": plan.per_token,
             "learning_rate": LEARNING_RATE,
             "clip": plan.clip,
         }
+
+    @property
+    def sequence(self) -> bool:
+        """Whether activations are shared along the sequence."""
+        return self.plan.sequence and self.plan.grid.model_parallel > 1
 
     @property
     def first_replica(self) -> list[int]:
@@ -211,6 +217,7 @@ def judged(case: Case, results: Sequence[dict[str, Any]], report: Report) -> Rep
         single = reference.run(plan, case.weights, case.ids, case.mask, LEARNING_RATE)
     expected = [case.topology.of_rank(rank) for rank in range(plan.grid.ranks)]
     report.findings += judge.meetings(results, expected)
+    report.findings += _first_difference(case, results, single.losses[0])
     report.findings += before.against_layer_setting(case.stages, single.layers, plan.offset)
     steps, findings = _gradients(case)
     report.findings += findings
@@ -222,6 +229,24 @@ def judged(case: Case, results: Sequence[dict[str, Any]], report: Report) -> Rep
     _checkpoints(case, single.weights, report)
     report.ranks = [_row(case, rank, result) for rank, result in enumerate(results)]
     return report
+
+
+def _first_difference(case: Case, results: Sequence[dict[str, Any]], reference_loss: float) -> list[Finding]:
+    plan = case.plan
+    loss, whole = trace.uncut(
+        Cutting(plan.spec, plan.layout, False, plan.seq_length),
+        case.weights,
+        case.ids[0],
+        case.mask[0],
+        plan.per_token,
+        plan.grid.data_parallel,
+    )
+    first = [
+        (case.topology.position(rank)[0], result)
+        for rank, result in enumerate(results)
+        if case.topology.position(rank)[1] == 0
+    ]
+    return trace.uncut_finding(loss, reference_loss) or trace.first_difference(first, whole, case.sequence)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from mindferry.spec import ModelSpec
 from mindferry.weights.transforms import TargetLayout
 
 WORDS = "embedding.word_embeddings.weight"
+LOGITS = "output_layer"
 POSITIONS = "embedding.position_embeddings.weight"
 
 
@@ -42,6 +43,23 @@ class Cutting:
     layout: TargetLayout
     sequence: bool
     seq_length: int
+
+
+@dataclass
+class Probe:
+    """Fingerprints of what the parts of the model put out: sums of |x| and of x^2, in float64.
+
+    Attributes:
+        seen: part -> its two sums, while `open`.
+    """
+
+    open: bool = False
+    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def see(self, name: str, x: Array) -> None:
+        if self.open:
+            exact = x.astype(np.float64)
+            self.seen[name] = (float(np.abs(exact).sum()), float(np.square(exact).sum()))
 
 
 class Attention:
@@ -156,6 +174,7 @@ class Layer:
         self, share: Share, number: int, wire: Wire, cutting: Cutting, rotary: Rotary | None
     ) -> None:
         prefix, spec = f"decoder.layers.{number}", cutting.spec
+        self.prefix = prefix
         self.norm1 = Norm(share, f"{prefix}.input_layernorm", spec.layernorm_epsilon)
         self.norm2 = Norm(share, f"{prefix}.pre_mlp_layernorm", spec.layernorm_epsilon)
         self.attention = Attention(share, f"{prefix}.self_attention", wire, cutting, rotary)
@@ -165,12 +184,14 @@ class Layer:
             self.norm1.sums_over_tensor_group()
             self.norm2.sums_over_tensor_group()
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array, probe: Probe) -> tuple[Array, Saved]:
         normal, saved1 = self.norm1.forward(x)
         attended, saved_attention = self.attention.forward(normal)
+        probe.see(f"{self.prefix}.self_attention", attended)
         middle = x + attended
         normal, saved2 = self.norm2.forward(x if self.side_by_side else middle)
         transformed, saved_mlp = self.mlp.forward(normal)
+        probe.see(f"{self.prefix}.mlp", transformed)
         return middle + transformed, (saved1, saved_attention, saved2, saved_mlp)
 
     def backward(self, dy: Array, saved: Saved) -> Array:
@@ -190,6 +211,25 @@ class MicroBatch:
     weights: Array
 
 
+def micro_batches(
+    ids: Array, mask: Array, per_token: bool, replica: int = 0, replicas: int = 1
+) -> list[MicroBatch]:
+    """The rows of one replica, weighted so that the sum over replicas and micro-batches is the loss of the step.
+
+    Args:
+        ids: [micro-batches, sequences, seq_length + 1]; mask [micro-batches, sequences, seq_length].
+        per_token: a mean over the tokens of the step; else the mean of the micro-batches' means.
+    """
+    share = ids.shape[1] // replicas
+    own = slice(replica * share, (replica + 1) * share)
+    counts = mask.sum((1, 2), dtype=np.float64)
+    each = np.full(len(ids), counts.sum()) if per_token else counts * len(ids)
+    return [
+        MicroBatch(ids[m, own, :-1], ids[m, own, 1:], (mask[m, own] / each[m]).astype(np.float32))
+        for m in range(len(ids))
+    ]
+
+
 class Stage:
     """What one rank computes.
 
@@ -205,6 +245,7 @@ class Stage:
         spec = cutting.spec
         self.share, self.wire, self.cutting = share, wire, cutting
         self.last = last
+        self.probe = Probe()
         rotary = _rotary(cutting)
         self.layers = [Layer(share, number, wire, cutting, rotary) for number in layers]
         self.tables: list[VocabTable] = []
@@ -224,14 +265,16 @@ class Stage:
         saved_tables: list[Saved] = []
         if x is None:
             x, saved_tables = self._embed(batch.input_ids)
+            self.probe.see("embedding", x)
         saved_layers = []
         for layer in self.layers:
-            x, saved = layer.forward(x)
+            x, saved = layer.forward(x, self.probe)
             saved_layers.append(saved)
         if not self.last:
             return x, (saved_tables, saved_layers, None)
         x, saved_norm = self.norm.forward(x)
         logits, saved_head = self.head.forward(x)
+        self.probe.see(LOGITS, logits)
         losses, saved_loss = self.loss.forward(rows(logits), batch.labels.T.reshape(-1))
         weights = batch.weights.T.reshape(-1)
         total = np.asarray((losses.astype(np.float64) * weights).sum())

@@ -40,6 +40,7 @@ def _rehearse(folder: Path, case: dict[str, Any], rank: int) -> dict[str, Any]:
         "losses": [loss for loss, _ in steps],
         "grad_norms": [norm for _, norm in steps],
         "parameters": sum(value.size for value in trainer.share.weights.values()),
+        "seen": trainer.stage.probe.seen,
         "in_flight": trainer.in_flight,
         "bytes": dict(wire.bytes),
         "calls": dict(wire.calls),
@@ -93,14 +94,25 @@ class Rank:
         )
         self.tokens = np.load(folder / "tokens.npz")
         self.in_flight = 0
+        self.first_step = True
 
     def step(self, number: int) -> tuple[float, float]:
         """One step of stochastic gradient descent; loss of the whole batch, norm of its gradient before clipping."""
         import numpy as np
         from safetensors.numpy import save_file
 
+        from mindferry.rehearsal.stage import micro_batches
+
         self.share.gradients.clear()
-        loss = self._pipeline(self._micro_batches(number))
+        batches = micro_batches(
+            self.tokens["ids"][number],
+            self.tokens["mask"][number],
+            self.case["per_token"],
+            self.replica,
+            self.wire.size("data"),
+        )
+        self.first_step = number == 0
+        loss = self._pipeline(batches)
         self._reduce()
         gradients = self.share.gradients
         if self.wire.rank in self.case["writes_gradients"]:
@@ -122,22 +134,6 @@ class Rank:
             self.share.weights[name] -= np.float32(rate) * gradient
         return total, norm
 
-    def _micro_batches(self, number: int) -> list[Any]:
-        """This replica's micro-batches of step `number`, with weights that make the sum over replicas the mean."""
-        import numpy as np
-
-        from mindferry.rehearsal.stage import MicroBatch
-
-        ids, mask = self.tokens["ids"][number], self.tokens["mask"][number]
-        rows = ids.shape[1] // self.wire.size("data")
-        own = slice(self.replica * rows, (self.replica + 1) * rows)
-        counts = mask.sum((1, 2), dtype=np.float64)
-        each = np.full(len(ids), counts.sum()) if self.case["per_token"] else counts * len(ids)
-        return [
-            MicroBatch(ids[m, own, :-1], ids[m, own, 1:], (mask[m, own] / each[m]).astype(np.float32))
-            for m in range(len(ids))
-        ]
-
     def _pipeline(self, batches: list[Any]) -> float:
         """Run this stage's schedule; the loss where it is the last stage, else 0."""
         from mindferry.rehearsal import schedule
@@ -153,6 +149,7 @@ class Rank:
             if action == schedule.RECEIVE:
                 inputs[m] = self.wire.receive("previous", shape)
             elif action == schedule.FORWARD:
+                self.stage.probe.open = self.first_step and m == 0
                 outputs[m], held[m] = self.stage.forward(inputs.pop(m, None), batches[m])
                 self.in_flight = max(self.in_flight, len(held))
                 if self.stage.last:
