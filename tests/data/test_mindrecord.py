@@ -490,4 +490,4 @@ def test_fuzz(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_fuzz_long(tmp_path: Path) -> None:
-    assert fuzz(tmp_path, 1_000_000, seconds=120) > 5_000
+    assert fuzz(tmp_path, 20_000, seconds=900) >= 10_000

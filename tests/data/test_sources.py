@@ -387,4 +387,4 @@ def test_fuzz_jsonl(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_fuzz_jsonl_long(tmp_path: Path) -> None:
-    assert fuzz_jsonl(tmp_path, 1_000_000, seconds=120) > 10_000
+    assert fuzz_jsonl(tmp_path, 1_000_000, seconds=120) >= 10_000
