@@ -48,6 +48,7 @@ ROAD: list[tuple[str, list[str], bool]] = [
     ("train", [], False),
     ("export", [], False),
     ("reshard", [], False),
+    ("rehearse", ["--strategy", "mp=2", "--steps", "1"], False),
     ("data build", [], False),
     ("data show", [], False),
     ("plan", [], False),

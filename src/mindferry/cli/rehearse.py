@@ -13,7 +13,7 @@ from mindferry.findings import Finding
 if TYPE_CHECKING:
     from mindferry.rehearsal.session import Report
 
-EXAMPLE = "Example: mindferry rehearse run/ --strategy dp=1,mp=2,pp=2 --scale tiny"
+EXAMPLE = "Example: mindferry rehearse run/ --strategy dp=2,mp=2,pp=2 --scale tiny"
 
 
 @command("rehearse")
