@@ -331,7 +331,7 @@ def test_a_gradient_that_is_a_multiple_is_explained() -> None:
     (finding,) = judge.gradient_findings([row], grid, 1)
     assert "model_parallel is 2: summed where it is whole already" in finding.cause
     (finding,) = judge.gradient_findings([replace(row, ratio=1 / 3)], grid, 1)
-    assert "data_parallel is 3: a sum over its ranks is missing" in finding.cause
+    assert "data_parallel is 3: a sum over them is missing" in finding.cause
 
 
 # ---- the command -------------------------------------------------------------------------------------------

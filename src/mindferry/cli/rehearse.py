@@ -22,6 +22,12 @@ def rehearse(
     strategy: str | None = typer.Option(
         None, "--strategy", metavar="dp=,mp=,pp=", help="Degrees to rehearse; run.yaml's otherwise."
     ),
+    config: Path | None = typer.Option(
+        None,
+        "--config",
+        metavar="YAML",
+        help="Training YAML to take the strategy from: RUN/run.cluster.yaml.",
+    ),
     scale: str = typer.Option(
         "tiny",
         "--scale",
@@ -60,6 +66,7 @@ def rehearse(
 
     directory = RunDirectory.open(run)
     options = planning.Options(
+        yaml=config,
         grid=parse_grid(strategy, "--strategy") if strategy else None,
         micro_batches=micro_batches,
         sequence=sequence,

@@ -149,11 +149,14 @@ def _explain(ratio: float, grid: Grid, micro_batches: int) -> str:
         "pipeline_stage": grid.pipeline_stage,
         "micro-batches": micro_batches,
     }
-    for name, degree in degrees.items():
-        if degree > 1 and abs(ratio / degree - 1) < 1e-3:
-            return f"it is {ratio:.4g} times the right one, and {name} is {degree}: summed where it is whole already"
-        if degree > 1 and abs(ratio * degree - 1) < 1e-3:
-            return f"it is {ratio:.4g} times the right one, and {name} is {degree}: a sum over its ranks is missing"
+    often = [f"{name} is {n}" for name, n in degrees.items() if n > 1 and abs(ratio / n - 1) < 1e-3]
+    seldom = [f"{name} is {n}" for name, n in degrees.items() if n > 1 and abs(ratio * n - 1) < 1e-3]
+    if often:
+        return (
+            f"it is {ratio:.4g} times the right one, and {', '.join(often)}: summed where it is whole already"
+        )
+    if seldom:
+        return f"it is {ratio:.4g} times the right one, and {', '.join(seldom)}: a sum over them is missing"
     return ""
 
 

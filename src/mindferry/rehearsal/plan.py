@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mindferry.errors import UsageError
@@ -27,6 +28,7 @@ class Options:
     """What the command line may say; None leaves it to run.yaml.
 
     Attributes:
+        yaml: a training YAML of the run other than run.yaml.
         grid: degrees of parallelism.
         micro_batches: of a step; at least as many as stages.
         sequence: sequence parallel.
@@ -34,6 +36,7 @@ class Options:
         steps: optimizer steps to rehearse.
     """
 
+    yaml: Path | None = None
     grid: Grid | None = None
     micro_batches: int | None = None
     sequence: bool | None = None
@@ -48,6 +51,7 @@ class Plan:
     """A rehearsal that can be set up.
 
     Attributes:
+        yaml: the training YAML whose strategy it is.
         full: the run's model; `spec` the one that is rehearsed.
         micro_batches, batch_size: of a step and replica as rehearsed; sequences.
         per_token: the loss is averaged over the tokens of a step instead of micro-batch by micro-batch.
@@ -57,6 +61,7 @@ class Plan:
     """
 
     run: RunDirectory
+    yaml: Path
     full: ModelSpec
     spec: ModelSpec
     layout: TargetLayout
@@ -73,14 +78,8 @@ class Plan:
     steps: int
     seed: int
     overridden: bool
+    frozen: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        trainable = run_yaml.read(self.run.yaml)["model"]["model_config"].get("trainable_norm_bias", True)
-        return (
-            frozenset() if trainable else frozenset(n for n in target_names(self.spec) if n.endswith(".beta"))
-        )
 
 
 def make(run: RunDirectory, options: Options) -> Plan:
@@ -89,10 +88,11 @@ def make(run: RunDirectory, options: Options) -> Plan:
     Raises:
         UsageError: run.yaml is damaged, or asks for what is not rehearsed.
     """
-    content = run_yaml.read(run.yaml)
+    yaml = options.yaml or run.yaml
+    content = run_yaml.read(yaml)
     settings = {**DEFAULTS, **content["model"]["model_config"]}
     parallel = content["parallel_config"]
-    _refuse(run, settings, parallel, options)
+    _refuse(yaml, settings, parallel, options)
     grid = options.grid or Grid(
         parallel["data_parallel"], parallel["model_parallel"], parallel["pipeline_stage"]
     )
@@ -102,16 +102,19 @@ def make(run: RunDirectory, options: Options) -> Plan:
             remedy="rehearse a smaller dp: replicas are alike",
             id="rehearse.too-many",
         )
-    full = spec_of(settings, str(run.yaml))
+    full = spec_of(settings, str(yaml))
     tiny = options.scale == "tiny"
+    spec = shrunk(full, grid.model_parallel) if tiny else full
+    betas = frozenset(name for name in target_names(spec) if name.endswith(".beta"))
     micro = _micro_batches(content, grid, options)
     seq_length = settings["seq_length"]
     offset = settings["offset"] if options.offset is None else options.offset
     batch = content["runner_config"]["batch_size"]
     return Plan(
         run=run,
+        yaml=yaml,
         full=full,
-        spec=shrunk(full, grid.model_parallel) if tiny else full,
+        spec=spec,
         layout=packing(settings),
         grid=grid,
         offset=offset,
@@ -126,23 +129,24 @@ def make(run: RunDirectory, options: Options) -> Plan:
         steps=options.steps,
         seed=options.seed,
         overridden=options.grid is not None,
+        frozen=frozenset() if settings["trainable_norm_bias"] else betas,
         notes=_notes(settings),
     )
 
 
-def _refuse(run: RunDirectory, settings: dict[str, Any], parallel: dict[str, Any], options: Options) -> None:
+def _refuse(yaml: Path, settings: dict[str, Any], parallel: dict[str, Any], options: Options) -> None:
     """What mindferry cannot rehearse is said, not passed over."""
     virtual = settings["pp_interleave_num"]
     if virtual > 1:
         raise UsageError(
-            f"{run.yaml}: model.model_config.pp_interleave_num: found {virtual}, expected 1",
+            f"{yaml}: model.model_config.pp_interleave_num: found {virtual}, expected 1",
             cause="stages in several pieces are not rehearsed",
             remedy="rehearse the same strategy with pp_interleave_num: 1",
             id="rehearse.interleaved",
         )
     if parallel["context_parallel"] > 1 and options.grid is None:
         raise UsageError(
-            f"{run.yaml}: parallel_config.context_parallel: found {parallel['context_parallel']}, expected 1",
+            f"{yaml}: parallel_config.context_parallel: found {parallel['context_parallel']}, expected 1",
             cause="context parallel is not rehearsed",
             remedy="give --strategy dp=,mp=,pp= to rehearse the rest",
             id="rehearse.context-parallel",
@@ -228,7 +232,7 @@ def layout_of(plan: Plan) -> Any:
     """planning.layout.Layout: what run.yaml would say to the cluster under this strategy, with the run's sizes."""
     from mindferry.planning import runfile
 
-    layout = runfile.read(plan.run.yaml).layout
+    layout = runfile.read(plan.yaml).layout
     pipeline = plan.grid.pipeline_stage > 1
     changes: dict[str, Any] = {
         "devices": plan.grid.ranks,
