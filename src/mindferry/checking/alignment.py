@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,25 +106,25 @@ def _first_bad(rows: Iterable[Row]) -> str | None:
     return next((row.name for row in rows if not row.good), None)
 
 
-def align(run: Any, source_path: Path, batch_size: int = 2) -> Alignment:
+def align(run: Any, source_path: Path, batch_size: int = 2, opened: sides.Opened | None = None) -> Alignment:
     """Run both sides on the first rows of the run's data and compare.
+
+    Args:
+        opened: the source at `source_path`, where it has been opened before.
 
     Raises:
         UsageError: PyTorch is missing, or the paths are no run and no source.
         MindferryError: the weights of the run do not fit its run.yaml, or the pair cannot be compared.
     """
-    from mindferry.sources import open_source
     from mindferry.training import engine
 
-    source = open_source(source_path, assume=sides.assumptions(run))
     overrides = {**sides.no_dropout(), "context.mode": 1, "context.enable_graph_kernel": False}
     content = engine.prepare(run, engine.Options(overrides=overrides))
-    sides.check_pair(source, content, run)
-    config = engine.set_up(content, run)
-    batch = sides.first_batch(content, batch_size)
-    with tempfile.TemporaryDirectory(prefix="mindferry-source-") as scratch:
-        runnable = sides.huggingface_form(source, Path(scratch))
-        theirs = sides.run_torch(sides.load_torch_model(runnable), runnable.source, batch)
+    with sides.opened(run, source_path, opened) as pair:
+        sides.check_pair(pair.source, content, run)
+        config = engine.set_up(content, run)
+        batch = sides.first_batch(content, batch_size)
+        theirs = sides.run_torch(sides.load_torch_model(pair.runnable), pair.runnable.source, batch)
     network = sides.build_network(content, config)
     sides.load_weights(network, Path(content["load_checkpoint"]))
     ours = sides.run_mindspore(network, batch)

@@ -113,10 +113,17 @@ def train_torch(
 
 
 def train_both(
-    run: RunDirectory, source_path: Path, steps: int, on_step: Callable[[], None] = lambda: None
+    run: RunDirectory,
+    source_path: Path,
+    steps: int,
+    on_step: Callable[[], None] = lambda: None,
+    opened: sides.Opened | None = None,
 ) -> Parity:
-    """Train `steps` steps on both sides from the migrated weights; the run itself is not touched."""
-    from mindferry.sources import open_source
+    """Train `steps` steps on both sides from the migrated weights; the run itself is not touched.
+
+    Args:
+        opened: the source at `source_path`, where it has been opened before.
+    """
     from mindferry.targets import run_yaml
     from mindferry.training import engine
 
@@ -145,10 +152,8 @@ def train_both(
         outcome = engine.train(RunDirectory(root), options)
         content = engine.prepare(RunDirectory(root), options)
     target = [outcome.losses[step] for step in sorted(outcome.losses)]
-    with tempfile.TemporaryDirectory(prefix="mindferry-source-") as scratch:
-        opened = open_source(source_path, assume=sides.assumptions(run))
-        runnable = sides.huggingface_form(opened, Path(scratch))
-        source = train_torch(sides.load_torch_model(runnable), content, batches, on_step)
+    with sides.opened(run, source_path, opened) as pair:
+        source = train_torch(sides.load_torch_model(pair.runnable), content, batches, on_step)
     expected = [learning_rate(content["lr_schedule"], step) for step in range(len(target))]
     return _judge(source, target, expected, rates)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,22 +130,78 @@ def huggingface_form(source: Any, directory: Path) -> Runnable:
     if source.format == "huggingface":
         return Runnable(source)
     from mindferry.sources import open_source
-    from mindferry.weights import convert, exporting
+    from mindferry.weights import exporting
+    from mindferry.weights.rules import make_plan
 
-    weights = convert(source, directory / "model", dtype="float32")
+    plan = make_plan(source.rules, source.tensors, source.key_of)
     migration = {
         "source": {"format": source.format, "family": source.family},
         "config": [vars(decision) for decision in source.decisions],
         "model": source.spec.model_dump(),
-        "weights": weights.to_json(),
+        "weights": {"used": [], "created": []},
     }
     layout = source.rules.geometry.layout
-    trained = exporting.Trained(directory, directory / "model", 0, source.spec, layout, migration)
+
+    class Converting(exporting.Trained):
+        """Its parameters are made one by one while the Hugging Face files are written."""
+
+        def store(self) -> Any:
+            return _converted(source, plan)
+
+    trained = Converting(directory, source.path, 0, source.spec, layout, migration)
     report = exporting.export(trained, "hf", directory / "hf", dtype="float32")
     opened = open_source(directory / "hf")
-    made_up = {*report.created, *(row["target"] for row in weights.created)}
+    made_up = {*report.created, *(step.target for step in plan.created)}
     frozen = [name for step in opened.rules.steps if step.target in made_up for name in step.sources]
     return Runnable(opened, tuple(frozen))
+
+
+def _converted(source: Any, plan: Any) -> Any:
+    """A store of the target's parameters, each made from the source's tensors when it is read."""
+    from mindferry.weights.tensor_store import MemoryStore
+
+    def entry(step: Any) -> tuple[Any, Any, Any]:
+        if not step.sources:
+            fill = 1.0 if step.rule.if_absent == "ones" else 0.0
+            return (
+                step.target_shape,
+                np.dtype(np.float32),
+                lambda: np.full(step.target_shape, fill, np.float32),
+            )
+        tensors = source.tensors
+        dtype = tensors.dtype(step.sources[0])
+        return (
+            step.target_shape,
+            dtype,
+            lambda: step.chain.forward([tensors.read(n) for n in step.sources])[0],
+        )
+
+    return MemoryStore({step.target: entry(step) for step in plan.steps}, source.path)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The source of a run, and what PyTorch runs of it."""
+
+    source: Any
+    runnable: Runnable
+
+
+@contextmanager
+def opened(run: RunDirectory, source_path: Path, known: Opened | None = None) -> Iterator[Opened]:
+    """The source at `source_path` with what was assumed for the run; converted for PyTorch at most once.
+
+    Args:
+        known: opened before, to be used again.
+    """
+    if known is not None:
+        yield known
+        return
+    from mindferry.sources import open_source
+
+    source = open_source(source_path, assume=assumptions(run))
+    with tempfile.TemporaryDirectory(prefix="mindferry-source-") as scratch:
+        yield Opened(source, huggingface_form(source, Path(scratch)))
 
 
 def torch_loss(logits: Any, batch: Batch) -> Any:

@@ -38,17 +38,18 @@ def verify(
     Compares, in fp32 on the run's own data: embedding output, every layer, logits, loss, every gradient; then
     the losses of some training steps. Says where the two part first.
     """
-    from mindferry.checking import alignment, parity, precision
+    from mindferry.checking import alignment, parity, precision, sides
     from mindferry.targets.run_directory import RunDirectory
 
     directory = RunDirectory.open(run)
     log = directory.logs / "verify.log"
     with Progress("verifying", total=1 + 2 * training_steps, unit="steps") as bar, output_to(log):
-        found = alignment.align(directory, against, batch_size)
-        bar.advance(note="one batch compared")
         training = None
-        if found.aligned and training_steps:
-            training = parity.train_both(directory, against, training_steps, on_step=bar.advance)
+        with sides.opened(directory, against) as pair:
+            found = alignment.align(directory, against, batch_size, pair)
+            bar.advance(note="one batch compared")
+            if found.aligned and training_steps:
+                training = parity.train_both(directory, against, training_steps, bar.advance, pair)
         dtype = half or precision.stated(directory)
         seen = precision.view(directory, dtype, batch_size) if dtype else None
     good = found.aligned and (training is None or training.good)
