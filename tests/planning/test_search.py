@@ -299,15 +299,22 @@ def test_launch_lines_start_every_worker_once():
 
     from mindferry.planning.write import dryrun_commands, launch_commands
 
-    for n, per_host, hosts in ((8, 8, 1), (12, 8, 2), (64, 8, 8), (20, 16, 2)):
-        lines = launch_commands(strategy_for(12, data_parallel=n), per_host)
-        assert len(lines) == hosts
-        assert sum(int(re.search(r"--local_worker_num=(\d+)", line)[1]) for line in lines) == n
-        assert all(f"--worker_num={n} " in line for line in lines)
-        if hosts > 1:
-            assert [int(re.search(r"--node_rank=(\d+)", line)[1]) for line in lines] == list(range(hosts))
-    (one,) = launch_commands(strategy_for(12, data_parallel=10_004), 8)
-    assert "NODE_RANK 0 to 1250; 4 workers on the last" in one
+    # The same number on each host: msrun numbers ranks by it.
+    for n, per_host, hosts, each in (
+        (8, 8, 1, 8),
+        (12, 8, 2, 6),
+        (64, 8, 8, 8),
+        (20, 16, 2, 10),
+        (7, 4, 7, 1),
+    ):
+        first, *lines = launch_commands(strategy_for(12, data_parallel=n), per_host)
+        assert first.endswith(f" --devices-per-host {each}")
+        assert first.count("HOST") == hosts
+        assert hosts * each == n
+        assert [int(re.search(r"start.sh (\d+)", line)[1]) for line in lines] == list(range(hosts))
+    first, one = launch_commands(strategy_for(12, data_parallel=10_004), 8)
+    assert first.endswith("--hosts-file FILE --devices-per-host 4")
+    assert one.endswith("on each of 2501 hosts, NODE 0 to 2500")
     assert launch_commands(strategy_for(12), 8) == ["mindferry train run/"]
     st = strategy_for(24, data_parallel=4, model_parallel=2, pipeline_stage=4)
     assert [int(re.search(r"RANK_ID=(\d+)", line)[1]) for line in dryrun_commands(st)] == [0, 8, 16, 24]

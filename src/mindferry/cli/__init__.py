@@ -45,6 +45,7 @@ COMMANDS = (
     "export",
     "reshard",
     "rehearse",
+    "launch",
     "data",
     "doctor",
     "bench",

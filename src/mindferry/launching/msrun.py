@@ -83,12 +83,15 @@ class Job:
     Attributes:
         folder: request.json for the ranks, and what they leave (see the module).
         on_poll: called about twenty times a second while the ranks run.
+        start: a command of its own that ends in msrun with `script FOLDER`; variables for it: MASTER, PORT, WORKERS,
+            LOCAL_WORKERS, LOGS, RANK_FOLDER.
     """
 
     script: Path
     folder: Path
     workers: int
     on_poll: Callable[[], None] = lambda: None
+    start: list[str] = field(default_factory=list)
     _first_dead: int | None = field(default=None, init=False)
 
     def run(self, request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,16 +104,11 @@ class Job:
         for old in self.folder.glob("rank-*"):
             old.unlink()
         write_json(self.folder / "request.json", request)
-        logs = self.folder / "msrun"
-        command = [
-            sys.executable, "-m", "mindspore.parallel.cluster.run",
-            f"--worker_num={self.workers}", f"--local_worker_num={self.workers}",
-            "--master_addr=127.0.0.1", f"--master_port={free_port()}", f"--log_dir={logs}", "--join=True",
-            "--tail_worker_log=-1", "--cluster_time_out=300", str(self.script), str(self.folder),
-        ]  # fmt: skip
+        environment = worker_environment(self.workers)
+        command = self._command(environment)
         with open(self.folder / "msrun.log", "wb") as log:
             process = subprocess.Popen(
-                command, cwd=self.folder, env=worker_environment(self.workers), stdout=log, stderr=log,
+                command, cwd=self.folder, env=environment, stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_start,
             )  # fmt: skip
         try:
@@ -118,6 +116,22 @@ class Job:
         finally:
             self._end(process)
         return self._results(process.returncode)
+
+    def _command(self, environment: dict[str, str]) -> list[str]:
+        """What to start; adds to `environment` what it needs."""
+        logs, port = self.folder / "msrun", str(free_port())
+        if self.start:
+            environment |= {
+                "MASTER": "127.0.0.1", "PORT": port, "WORKERS": str(self.workers), "LOCAL_WORKERS": str(self.workers),
+                "LOGS": str(logs), "RANK_FOLDER": str(self.folder), "PYTHON": sys.executable,
+            }  # fmt: skip
+            return self.start
+        return [
+            sys.executable, "-m", "mindspore.parallel.cluster.run",
+            f"--worker_num={self.workers}", f"--local_worker_num={self.workers}",
+            "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_dir={logs}", "--join=True",
+            "--tail_worker_log=-1", "--cluster_time_out=300", str(self.script), str(self.folder),
+        ]  # fmt: skip
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         deadline = None

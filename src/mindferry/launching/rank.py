@@ -21,7 +21,7 @@ def main(work: Callable[[Path, dict[str, Any], int], dict[str, Any]]) -> None:
     die_with_parent()
     folder = Path(sys.argv[1])
     if os.environ.get("MS_ROLE") == "MS_SCHED":
-        _schedule()
+        schedule()
         sys.exit(0)
     rank = int(os.environ.get("RANK_ID", os.environ.get("MS_NODE_ID", "0")))
     write_text(folder / f"rank-{rank}.pid", str(os.getpid()))
@@ -55,7 +55,7 @@ def described(err: BaseException) -> dict[str, str]:
     return described(explained(wrapped))
 
 
-def _schedule() -> None:
+def schedule() -> None:
     """The process that msrun starts beside the ranks: it brings them together and waits for them."""
     import mindspore as ms
     from mindspore.communication import init

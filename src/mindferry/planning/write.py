@@ -389,33 +389,27 @@ MAX_HOST_LINES = 16
 
 
 def launch_commands(st: Strategy, devices_per_host: int, run: str = "run/") -> list[str]:
-    """msrun lines, one a host; run each on its host with MASTER set to the first host's address.
+    """What starts the training: the line that writes the launch files, then one for each host.
 
-    The last host may have fewer devices. Beyond 16 hosts: one line for all, with NODE_RANK set on each.
+    Every host gets as many processes, the most that divide the devices: msrun numbers ranks node_rank x
+    local_worker_num + i, so unequal hosts would give numbers twice (MindSpore 2.9.0, parallel/cluster/
+    process_entity/_api.py).
     """
     n = st.devices
     if n == 1:
         return [f"mindferry train {run}"]
-    hosts = -(-n // devices_per_host)
-    rest = n - devices_per_host * (hosts - 1)
-
-    def line(local: int, where: str) -> str:
-        common = (
-            f"--worker_num={n} --local_worker_num={local} --master_port=8118 --log_dir=msrun_log --join=True"
-        )
-        return f"msrun {common} --cluster_time_out=7200 --bind_core=True{where} {_ENTRY} {run}"
-
-    if hosts == 1:
-        return [line(n, "")]
-    start = " --master_addr=$MASTER --node_rank="
+    local = next(count for count in range(min(devices_per_host, n), 0, -1) if n % count == 0)
+    hosts = n // local
+    start = f"bash {run.rstrip('/')}/launch/start.sh"
     if hosts > MAX_HOST_LINES:
-        every = line(devices_per_host, f"{start}$NODE_RANK")
-        short = f"; {rest} workers on the last" if rest != devices_per_host else ""
-        return [f"{every}  # on each of {hosts} hosts, NODE_RANK 0 to {hosts - 1}{short}"]
-    return [
-        f"{line(rest if rank == hosts - 1 else devices_per_host, f'{start}{rank}')}  # on host {rank}"
-        for rank in range(hosts)
-    ]
+        names, lines = "FILE", [f"{start} NODE  # on each of {hosts} hosts, NODE 0 to {hosts - 1}"]
+    else:
+        names, lines = (
+            ",".join(f"HOST{node}" for node in range(hosts)),
+            [f"{start} {node}  # on host {node}" for node in range(hosts)],
+        )
+    option = "--hosts-file" if hosts > MAX_HOST_LINES else "--hosts"
+    return [f"mindferry launch {run} {option} {names} --devices-per-host {local}", *lines]
 
 
 def dryrun_commands(st: Strategy, run: str = "run/") -> list[str]:
