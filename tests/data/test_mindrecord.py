@@ -9,7 +9,6 @@ import shlex
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -446,48 +445,3 @@ def test_an_index_whose_schema_is_not_text(tmp_path: Path) -> None:
     index.write_bytes(damaged)
     with pytest.raises(MindferryError, match="no index of a MindRecord"):
         inspect_mindrecord(path)
-
-
-def fuzz(tmp_path: Path, mutations: int, seconds: float) -> int:
-    """Random damage to the header, the size and the index; the inspection reads it or says what is wrong."""
-    path = tmp_path / "train.mindrecord"
-    write_mindrecord(path, two_rows(), 5)
-    index = tmp_path / "train.mindrecord.db"
-    head, good_index, size = path.read_bytes()[:1024], index.read_bytes(), path.stat().st_size
-    used = 8 + int.from_bytes(head[:8], "little")
-    rng = np.random.default_rng(3)
-    until = time.monotonic() + seconds
-    for number in range(mutations):
-        raw = bytearray(head)
-        for _ in range(rng.integers(1, 4)):
-            at = int(rng.integers(used))
-            raw[at : at + int(rng.integers(1, 9))] = (
-                rng.bytes(int(rng.integers(1, 9))) if rng.integers(2) else b"9"
-            )
-        with open(path, "r+b") as handle:
-            handle.write(bytes(raw[:1024]).ljust(1024, b"\0"))
-            handle.truncate(size if number % 4 else int(rng.integers(size + 100)))
-        damaged = bytearray(good_index)
-        if number % 2:
-            at = int(rng.integers(len(damaged)))
-            damaged[at : at + 4] = rng.bytes(4)
-        index.write_bytes(bytes(damaged[: None if number % 5 else int(rng.integers(len(damaged)))]))
-        try:
-            info = inspect_mindrecord(path)
-            assert info.rows >= 0
-        except MindferryError as err:
-            assert "train.mindrecord" in err.message  # noqa: PT017
-        with open(path, "r+b") as handle:
-            handle.truncate(size)
-        if time.monotonic() > until:
-            return number + 1
-    return mutations
-
-
-def test_fuzz(tmp_path: Path) -> None:
-    assert fuzz(tmp_path, 10_000, seconds=4) > 200
-
-
-@pytest.mark.long
-def test_fuzz_long(tmp_path: Path) -> None:
-    assert fuzz(tmp_path, 20_000, seconds=900) >= 10_000

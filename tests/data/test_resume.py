@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,3 +209,66 @@ def test_memory_is_bounded(tokenizer_dir: Path, tmp_path: Path, megabytes: int) 
     words = [sys.executable, "-c", _BIG, str(source), str(tokenizer_dir), str(tmp_path / "o")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 400 << 10  # KiB; the limit promised is 1 GB
+
+
+_EDGES = """
+import sys
+from pathlib import Path
+from mindferry.data import ByteTokenizer, DataOptions, build_dataset
+from mindferry.errors import UsageError
+source, out = map(Path, sys.argv[1:])
+try:
+    report = build_dataset([source], ByteTokenizer(), out, seq_length=64, vocab_size=257, eos_token_id=256,
+                           options=DataOptions(output="megatron"))
+    print(report.tokens)
+except UsageError as err:
+    print(err.message)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def edge(path: Path, kind: str, megabytes: int) -> str:
+    """A source of `megabytes` at `path`; returns the first line that building it prints."""
+    block = "some words of text " * (1 << 16)
+    count = -(-(megabytes << 20) // len(block))
+    if kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        schema = pa.schema([("text", pa.string())])
+        with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd", write_batch_size=4) as writer:
+            writer.write_table(pa.table({"text": [block] * count}, schema), row_group_size=count)
+        return str(count * (len(block) + 1))
+    if kind == "gzip":
+        import gzip
+
+        with gzip.open(path, "wb", compresslevel=1) as out:
+            for _ in range(count):
+                out.write(block.encode())
+        return str(count * len(block) + 1)
+    with open(path, "w") as out:
+        out.write('{"text": "' if kind == "jsonl" else "")
+        for _ in range(count):
+            out.write(block if kind != "one word" else "x" * len(block))
+        out.write('"}' if kind == "jsonl" else "")
+    if kind == "jsonl":
+        return f"{path}: line 1: longer than 67108864 bytes"
+    if kind == "one word":
+        return f"{path}: 8388608 characters with no place where this tokenizer's ids stay the same when the text is cut"
+    return str(count * len(block) + 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["text", "one word", "jsonl", "parquet", "gzip"])
+def test_a_gigabyte_in_one_line_one_column_or_one_gzip(tmp_path: Path, kind: str) -> None:
+    """Below 1 GB of memory, or one clear line."""
+    suffix = {"jsonl": ".jsonl", "parquet": ".parquet", "gzip": ".txt.gz"}.get(kind, ".txt")
+    source = tmp_path / f"big{suffix}"
+    expected = edge(source, kind, 1024)
+    words = [sys.executable, "-c", _EDGES, str(source), str(tmp_path / "o")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    first, memory = done.stdout.splitlines()
+    assert first == expected
+    assert int(memory) < 700 << 10
+    source.unlink()
+    shutil.rmtree(tmp_path / "o", ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def _kind_of(path: Path) -> str:
         return "table"
     if name.endswith(".bin"):
         return "raw"
-    if name.endswith(".mindrecord"):
+    if re.search(r"\.mindrecord\d*$", name):  # FileWriter numbers the files of several shards
         return "mindrecord"
     return "text"
 

@@ -7,11 +7,12 @@ with one row a sample.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class MindRecordInfo:
     columns: dict[str, Column]
 
 
-def _damaged(path: Path, what: str) -> MindferryError:
+def damaged(path: Path, what: str) -> MindferryError:
     return MindferryError(
         f"{path}: {what}",
         cause="the file is cut short, overwritten or no MindRecord",
@@ -99,7 +100,7 @@ def _damaged(path: Path, what: str) -> MindferryError:
     )
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
     """The JSON header and the file's size."""
     try:
         with open(path, "rb") as handle:
@@ -107,25 +108,23 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             prefix = handle.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= length <= min(_HEADER_MAX, size - 8):
-                raise _damaged(path, f"header length {length} at byte 0 does not fit a file of {size} bytes")
+                raise damaged(path, f"header length {length} at byte 0 does not fit a file of {size} bytes")
             raw = handle.read(length)
     except OSError as err:
         raise UsageError(f"{path}: cannot be read: {err.strerror}", id="mindrecord.unreadable") from None
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError):
-        raise _damaged(path, "header at byte 8 is no JSON") from None
+        raise damaged(path, "header at byte 8 is no JSON") from None
     if not isinstance(header, dict):
-        raise _damaged(path, "header at byte 8 is no JSON object")
+        raise damaged(path, "header at byte 8 is no JSON object")
     return header, size
 
 
 def _natural(path: Path, where: str, mapping: Any, key: str) -> int:
     value = mapping.get(key) if isinstance(mapping, dict) else None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise _damaged(
-            path, f"header: {where}{key}: found {printable(value)[:40]}, expected a natural number"
-        )
+        raise damaged(path, f"header: {where}{key}: found {printable(value)[:40]}, expected a natural number")
     return value
 
 
@@ -135,11 +134,11 @@ def _check_pages(path: Path, header: dict[str, Any], size: int) -> int:
     page_size = _natural(path, "", header, "page_size")
     pages = header.get("page")
     if not isinstance(pages, list) or not pages:
-        raise _damaged(path, "header: page: found none")
+        raise damaged(path, "header: page: found none")
     last = _natural(path, f"page[{len(pages) - 1}].", pages[-1], "page_size")
     expected = header_size + (len(pages) - 1) * page_size + last
     if last > page_size or size != expected:
-        raise _damaged(path, f"found {size} bytes, expected {expected} by its header")
+        raise damaged(path, f"found {size} bytes, expected {expected} by its header")
     return max(_natural(path, f"page[{i}].", page, "end_row_id") for i, page in enumerate(pages))
 
 
@@ -148,19 +147,25 @@ def _columns(path: Path, header: dict[str, Any]) -> dict[str, Column]:
     first = schemas[0] if isinstance(schemas, list) and schemas else None
     fields = first.get("schema") if isinstance(first, dict) else None
     if not isinstance(fields, dict) or not fields:
-        raise _damaged(path, "header: schema: found none")
+        raise damaged(path, "header: schema: found none")
     columns = {}
     for name, field in fields.items():
         dtype = field.get("type") if isinstance(field, dict) else None
         shape = field.get("shape") if isinstance(field, dict) else None
         whole = isinstance(shape, list) and all(type(n) is int and n >= -1 for n in shape)
         if not isinstance(dtype, str) or not (shape is None or whole):
-            raise _damaged(path, f"header: schema.{printable(name)[:60]}: no type and shape")
+            raise damaged(path, f"header: schema.{printable(name)[:60]}: no type and shape")
         columns[name] = Column(name, dtype, None if shape is None else tuple(shape))
     return columns
 
 
-def _index_rows(path: Path) -> int:
+@contextlib.contextmanager
+def opened_index(path: Path) -> Iterator[sqlite3.Connection]:
+    """The SQLite index beside `path`, read-only; what sqlite finds wrong with it becomes a MindferryError.
+
+    Raises:
+        UsageError: it is missing.
+    """
     index = path.with_name(path.name + ".db")
     if not index.is_file():
         raise UsageError(
@@ -169,13 +174,17 @@ def _index_rows(path: Path) -> int:
             id="mindrecord.no-index",
         )
     try:
-        connection = sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro", uri=True)
-        try:
-            (rows,) = connection.execute("SELECT COUNT(*) FROM INDEXES").fetchone()
-        finally:
-            connection.close()
+        with contextlib.closing(
+            sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro", uri=True)
+        ) as connection:
+            yield connection
     except (sqlite3.Error, UnicodeDecodeError) as err:  # sqlite quotes damaged bytes in its message
-        raise _damaged(index, f"no index of a MindRecord: {err}") from None
+        raise damaged(index, f"no index of a MindRecord: {err}") from None
+
+
+def _index_rows(path: Path) -> int:
+    with opened_index(path) as connection:
+        (rows,) = connection.execute("SELECT COUNT(*) FROM INDEXES").fetchone()
     return int(rows)
 
 
@@ -188,12 +197,12 @@ def inspect_mindrecord(path: Path) -> MindRecordInfo:
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file", remedy="check the path", id="mindrecord.missing")
-    header, size = _header(path)
+    header, size = header_of(path)
     rows = _check_pages(path, header, size)
     columns = _columns(path, header)
     indexed = _index_rows(path)
     if indexed != rows:
-        raise _damaged(path, f"holds {rows} rows, its .db lists {indexed}")
+        raise damaged(path, f"holds {rows} rows, its .db lists {indexed}")
     return MindRecordInfo(path, rows, columns)
 
 
@@ -231,12 +240,8 @@ def check_mindrecord(path: Path, columns: Sequence[str], length: int) -> MindRec
 
 def _first_row_shape(path: Path, name: str) -> tuple[int, ...]:
     """Shape of column `name` in the first row, where the schema leaves it open."""
-    from mindspore.mindrecord import FileReader
+    from mindferry.data.mindrecord_rows import integer_rows
 
-    reader = FileReader(str(path))
-    try:
-        for row in reader.get_next():
-            return tuple(np.shape(row[name]))
-    finally:
-        reader.close()
+    for row in integer_rows(path, [name]):
+        return (len(row[name]),)
     return ()

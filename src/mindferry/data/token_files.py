@@ -11,7 +11,8 @@ import numpy as np
 
 from mindferry.data.megatron import as_ids, open_megatron
 from mindferry.data.mindrecord import inspect_mindrecord
-from mindferry.errors import MindferryError, UsageError
+from mindferry.data.mindrecord_rows import INTEGERS, integer_rows
+from mindferry.errors import MindferryError, UsageError, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,26 +109,22 @@ def mindrecord_rows(path: Path) -> Iterator[Ids]:
     """
     info = inspect_mindrecord(path)
     column = info.columns.get("input_ids")
-    if column is None or column.dtype not in ("int32", "int64"):
+    if column is None or column.dtype not in INTEGERS:
         raise UsageError(
-            f"{path}: no column input_ids of int32 (found {', '.join(info.columns)})", id="mindrecord.columns"
+            f"{path}: no column input_ids of int32 (found {', '.join(map(printable, info.columns))})",
+            id="mindrecord.columns",
         )
-    from mindspore.mindrecord import FileReader
-
     share = path.stat().st_size // max(info.rows, 1)
-    reader = FileReader(str(path))
-    try:
-        for i, row in enumerate(reader.get_next()):
-            yield Ids(f"{path}: row {i}", _row_tokens(path, i, row), True, share)
-    finally:
-        reader.close()
+    names = ["input_ids", *(["labels"] if "labels" in info.columns else [])]
+    for i, row in enumerate(integer_rows(path, names)):
+        yield Ids(f"{path}: row {i}", _row_tokens(path, i, row), True, share)
 
 
-def _row_tokens(path: Path, number: int, row: dict[str, Any]) -> NDArray[np.int64]:
-    inputs = np.asarray(row["input_ids"]).astype(np.int64).reshape(-1)
+def _row_tokens(path: Path, number: int, row: dict[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+    inputs = row["input_ids"]
     if "labels" not in row:
         return inputs
-    labels = np.asarray(row["labels"]).astype(np.int64).reshape(-1)
+    labels = row["labels"]
     if np.array_equal(labels[:-1], inputs[1:]) and len(labels) == len(inputs):
         return np.concatenate([inputs, labels[-1:]])
     if np.array_equal(labels, inputs):
