@@ -9,7 +9,6 @@ from typing import Any
 
 from mindferry.errors import UsageError
 from mindferry.partition.layout import Grid
-from mindferry.partition.network import packing
 from mindferry.spec import ModelSpec, RopeScaling, spec_from
 from mindferry.targets import run_yaml
 from mindferry.targets.model_keys import DEFAULTS
@@ -115,7 +114,7 @@ def make(run: RunDirectory, options: Options) -> Plan:
         yaml=yaml,
         full=full,
         spec=spec,
-        layout=packing(settings),
+        layout=packing_of(settings),
         grid=grid,
         offset=offset,
         full_micro_batches=micro,
@@ -195,6 +194,14 @@ def spec_of(settings: dict[str, Any], origin: str) -> ModelSpec:
     }
     spec: ModelSpec = spec_from(ModelSpec, values, f"{origin}: model.model_config")
     return spec
+
+
+def packing_of(settings: dict[str, Any]) -> TargetLayout:
+    """The packings of the fused matrices that complete settings state."""
+    return TargetLayout(
+        "flat" if settings["use_contiguous_weight_layout_attention"] else "per_group",
+        "interleaved" if settings["use_interleaved_weight_layout_mlp"] else "concatenated",
+    )
 
 
 def alike(size: int, small: int, divisor: int) -> int:
