@@ -14,8 +14,8 @@ from mindferry.errors import MindferryError, UsageError
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
 from mindferry.tuning import changes, session
-from mindferry.tuning.changes import CHANGES, Change
-from tests.support import run_cli
+from mindferry.tuning.changes import CHANGES, WORKERS, Change
+from tests.support import make_run, make_source, run_cli
 
 STEPS = 8
 
@@ -146,6 +146,58 @@ def test_every_change_proposes_keys_of_run_yaml_or_says_why_not(run):
                 assert isinstance(change.propose(after), str) or change.name.startswith("accumulation"), (
                     change.name
                 )
+
+
+def test_processes_share_the_batch_where_it_divides(run, monkeypatch):
+    propose = {change.name: change.propose for change in CHANGES}
+    content = session.changed(run_yaml.read(run.yaml), {})
+    monkeypatch.setattr(changes.os, "sched_getaffinity", lambda pid: set(range(6)))
+    # Four sequences a step: four processes, not six and not five.
+    assert propose["parallel strategy"](content) == {WORKERS: 4}
+    assert "nobody to share" in propose["optimizer-state sharding"](content)
+    content["runner_config"].update(batch_size=1, gradient_accumulation_steps=6)
+    assert propose["parallel strategy"](content) == {WORKERS: 6}
+    content["runner_config"]["gradient_accumulation_steps"] = 1
+    assert "nothing to share" in propose["parallel strategy"](content)
+    several = session.changed(content, {WORKERS: 4})
+    assert propose["parallel strategy"](several) == "4 processes already"
+    assert propose["optimizer-state sharding"](several) == {"parallel.enable_parallel_optimizer": True}
+
+
+@pytest.fixture(scope="module")
+def smooth(tiny, tmp_path_factory) -> RunDirectory:
+    """A run without dropout, whose processes would draw masks of their own."""
+    root = tmp_path_factory.mktemp("smooth")
+    make_source(root / "src", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
+    return RunDirectory(make_run(root / "src", tiny / "corpus", root / "run"))
+
+
+@pytest.mark.long
+def test_processes_and_sharding_are_real_trials(smooth, monkeypatch):
+    """Two processes, then shared moments: measured in turns with what was kept before, on the losses of one."""
+    names = ("parallel strategy", "optimizer-state sharding")
+    monkeypatch.setattr(session, "CHANGES", [change for change in CHANGES if change.name in names])
+    monkeypatch.setattr(session, "smallest", lambda content: {"context.mode": 0})
+    judged = []
+
+    def keep(times, kept_memory, curve, short):
+        judged.append((times, kept_memory, curve))
+        return True, "kept by the test"
+
+    monkeypatch.setattr(session, "decide", keep)
+    done = session.Session(smooth, session.Plan(STEPS, 3000)).tune()
+    assert [record["decision"] for record in done.records] == ["start", "kept", "kept", "result"]
+    assert done.kept == {"context.mode": 0, WORKERS: 2, "parallel.enable_parallel_optimizer": True}
+    for times, _, curve in judged:
+        np.testing.assert_allclose(curve.candidate, curve.reference, rtol=1e-5)
+        assert min(times.reference_median, times.candidate_median) > 0
+    first, second = done.records[1:3]
+    assert (first["current_processes"], first["processes"]) == (1, 2)
+    assert (second["current_processes"], second["processes"]) == (2, 2)
+    assert first["peak_memory_bytes"] > 100 << 20
+    text = (smooth.root / "run.tuned.yaml").read_text()
+    assert text.startswith("# Tuned for: mindferry train RUN --workers 2\n")
+    assert run_yaml.read(smooth.root / "run.tuned.yaml")["parallel"]["enable_parallel_optimizer"] is True
 
 
 def test_wrong_keys(run):

@@ -111,12 +111,14 @@ def run_task(
     overrides: dict[str, Any] | None = None,
     layers: bool = False,
     operators: bool = False,
+    workers: int = 1,
 ) -> dict[str, Any]:
-    """The task of a MindSpore side; `layers`, `operators`: measure those, too."""
+    """The task of a MindSpore side; `layers`, `operators`: measure those, too (with one worker)."""
     return {
         "layers": layers,
         "operators": operators,
-        "kind": "mindspore",
+        "workers": workers,
+        "kind": "mindspore" if workers == 1 else "workers",
         "run": str(run.root),
         "steps": rounds,
         "overrides": overrides or {},

@@ -45,26 +45,38 @@ class Ended(Exception):
     """The asker wants no more."""
 
 
+def linked_copy(run: Any, folder: Path) -> Any:
+    """A run directory in `folder` that trains what `run` does and leaves `run` alone."""
+    from mindferry.targets.run_directory import RunDirectory
+
+    for name in ("run.yaml", "model", "data"):
+        (folder / name).symlink_to(run.root / name)
+    return RunDirectory(folder)
+
+
+def measured_overrides(run: Any, last: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides for `last` steps without checkpoints, and `overrides` on top."""
+    from mindferry.targets import run_yaml
+
+    original = run_yaml.read(run.yaml)
+    return {
+        "lr_schedule.total_steps": max(original["lr_schedule"]["total_steps"], last),
+        "callbacks": [c for c in original["callbacks"] if c["type"] != "CheckpointMonitor"],
+        **overrides,
+    }
+
+
 def mindspore_side(task: dict[str, Any], line: Line) -> None:
     """Trains a copy of the run through mindformers' Trainer, one step a command."""
-    from mindferry.targets import run_yaml
     from mindferry.targets.run_directory import RunDirectory
     from mindferry.training import engine
 
-    run = RunDirectory(Path(task["run"]))
-    original = run_yaml.read(run.yaml)
     with tempfile.TemporaryDirectory(prefix="mindferry-bench-") as scratch:
-        copy = RunDirectory(Path(scratch))
-        for name in ("run.yaml", "model", "data"):
-            (copy.root / name).symlink_to(run.root / name)
+        copy = linked_copy(RunDirectory(Path(task["run"])), Path(scratch))
         steps = _Steps(line, int(task["steps"]), PROFILED_STEPS if task.get("operators") else 0, copy.root)
         _import_engine()
         steps.runtime = status_bytes("VmRSS")
-        overrides = {
-            "lr_schedule.total_steps": max(original["lr_schedule"]["total_steps"], steps.last),
-            "callbacks": [c for c in original["callbacks"] if c["type"] != "CheckpointMonitor"],
-            **task.get("overrides", {}),
-        }
+        overrides = measured_overrides(copy, steps.last, task.get("overrides", {}))
         overrides["callbacks"] = [*overrides["callbacks"], {"type": _keeps_network(steps)}]
         options = engine.Options(
             steps=steps.last, overrides=overrides, on_step=steps.ended, on_batch=steps.begins
@@ -321,7 +333,12 @@ def main(path: str) -> None:
     task = json.loads(Path(path).read_text(encoding="utf-8"))
     line = Line(task["log"])
     try:
-        {"mindspore": mindspore_side, "torch": torch_side}[task["kind"]](task, line)
+        if task["kind"] == "workers":
+            from mindferry.checking.bench_ranks import ranks_side
+
+            ranks_side(task, line)
+        else:
+            {"mindspore": mindspore_side, "torch": torch_side}[task["kind"]](task, line)
     except Exception as err:
         import traceback
 

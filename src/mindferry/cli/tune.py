@@ -65,6 +65,8 @@ def _extra(item: str, directory: Any) -> Any:
 
 
 def _result(directory: Any, done: Any) -> Result:
+    from mindferry.tuning.changes import WORKERS
+
     result = next((r for r in done.records if r["decision"] == "result"), None)
     findings = []
     if done.ended == "budget":
@@ -80,12 +82,15 @@ def _result(directory: Any, done: Any) -> Result:
         "run": str(directory.root),
         "ended": done.ended,
         "kept": done.kept,
+        "workers": done.kept.get(WORKERS, 1),
         "ratio": result["ratio"] if result else None,
         "changes": [{k: v for k, v in r.items() if k != "losses"} for r in done.records],
         "tuned": str(directory.root / "run.tuned.yaml"),
     }
     lines = [f"{r['decision']:10} {r['change']:36} {r['why']}" for r in done.records]
     lines.append(f"{directory.root / 'run.tuned.yaml'}")
+    if WORKERS in done.kept:
+        lines.append(f"train it with --workers {done.kept[WORKERS]}")
     return Result("good", findings, extra, "\n".join(lines))
 
 

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Dotted keys of run.yaml, and WORKERS.
 Overrides = dict[str, Any]
+# Not a key of run.yaml: processes that share the batch, `mindferry train --workers`.
+WORKERS = "train --workers"
 # What a change would set, or why it makes no sense for this run.
 Proposal = Overrides | str
 
@@ -89,8 +92,30 @@ def _accumulation(content: dict[str, Any]) -> Proposal:
     }
 
 
-def _one_process(content: dict[str, Any]) -> Proposal:
-    return "one process is measured here; `mindferry plan` searches strategies for more"
+def _processes(content: dict[str, Any]) -> Proposal:
+    """As many processes as there are cores, or fewer where the batch does not divide; the same global batch."""
+    if not _cpu(content):
+        return "a process needs a device of its own here; `mindferry plan` searches strategies for several"
+    if content.get(WORKERS, 1) > 1:
+        return f"{content[WORKERS]} processes already"
+    cores = len(os.sched_getaffinity(0))
+    runner = content["runner_config"]
+    sizes = (runner["batch_size"], runner["gradient_accumulation_steps"])
+    parallel = content.get("parallel_config") or {}
+    if any(parallel.get(key, 1) != 1 for key in ("model_parallel", "pipeline_stage", "context_parallel")):
+        return "run.yaml cuts the model; try that with `mindferry rehearse`"
+    counts = [n for n in range(2, cores + 1) if any(size % n == 0 for size in sizes)]
+    if not counts:
+        return f"{cores} cores, and a batch of {sizes[0]} x {sizes[1]}: nothing to share among processes"
+    return {WORKERS: counts[-1]}
+
+
+def _sharded(content: dict[str, Any]) -> Proposal:
+    if content["parallel"].get("enable_parallel_optimizer"):
+        return "on already"
+    if content.get(WORKERS, 1) == 1:
+        return "one process keeps all of the optimizer's states; there is nobody to share them with"
+    return {"parallel.enable_parallel_optimizer": True}
 
 
 def _learning_rate(content: dict[str, Any]) -> Proposal:
@@ -118,8 +143,8 @@ CHANGES = (
     Change("accumulation into larger batches", _accumulation),
     Change("data workers", _workers),
     Change("prefetch", _prefetch),
-    Change("parallel strategy", _one_process),
-    Change("optimizer-state sharding", _one_process),
+    Change("parallel strategy", _processes),
+    Change("optimizer-state sharding", _sharded),
     Change("learning-rate scaling", _learning_rate),
     Change("recompute attention", _attention, "memory"),
     Change("recompute attention and FFN", _layers_again, "memory"),

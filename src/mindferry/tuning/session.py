@@ -19,12 +19,12 @@ from mindferry.checking.curves import Curve
 from mindferry.errors import MindferryError, UsageError, did_you_mean
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory, write_text
-from mindferry.tuning.changes import CHANGES, Change, Overrides, smallest
+from mindferry.tuning.changes import CHANGES, WORKERS, Change, Overrides, smallest
 
 RULE = (
     "A change is kept when the loss curve over the measured steps is the reference's (rule of `mindferry compare`) and "
-    "the step is faster above the noise, or uses less memory and is not slower. A change that saves memory at the cost "
-    "of time is kept only while the peak is above --memory-limit. Everything else is reverted."
+    "the step is faster above the noise, or a process uses less memory and the step is not slower. A change that saves "
+    "memory at the cost of time is kept only while the peak is above --memory-limit. Everything else is reverted."
 )
 
 
@@ -75,10 +75,16 @@ def set_keys(content: Any, overrides: Overrides) -> None:
         node[last] = value
 
 
+def keys_of(overrides: Overrides) -> Overrides:
+    """The keys of run.yaml among `overrides`."""
+    return {key: value for key, value in overrides.items() if key != WORKERS}
+
+
 def changed(content: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """A copy of `content` with `overrides` set."""
+    """A copy of `content` with `overrides` set, the number of processes as a key of its own."""
     result = copy.deepcopy(content)
-    set_keys(result, overrides)
+    set_keys(result, keys_of(overrides))
+    result[WORKERS] = overrides.get(WORKERS, result.get(WORKERS, 1))
     return result
 
 
@@ -151,7 +157,10 @@ class Session:
         log.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="mindferry-tune-") as name:
             asked = {
-                key: bench.run_task(self._run, self._plan.steps, log, value) for key, value in tasks.items()
+                key: bench.run_task(
+                    self._run, self._plan.steps, log, keys_of(value), workers=value.get(WORKERS, 1)
+                )
+                for key, value in tasks.items()
             }
             sides = bench.measure(asked, self._plan.steps, Path(name), self._tick, parts=False)
         self._longest = max(self._longest, time.monotonic() - began)
@@ -249,6 +258,7 @@ class Session:
             noise=times.noise if np.isfinite(times.noise) else None,
             step_seconds=times.candidate_median, current_step_seconds=times.reference_median,
             peak_memory_bytes=trial.peak_memory_bytes, current_peak_memory_bytes=sides["current"].peak_memory_bytes,
+            processes={**self.kept, **proposal}.get(WORKERS, 1), current_processes=self.kept.get(WORKERS, 1),
             convergence=curve.verdict, parted_at=curve.parted_at,
         )  # fmt: skip
 
@@ -272,7 +282,10 @@ class Session:
         )  # fmt: skip
 
     def write_yaml(self) -> None:
-        """RUN/run.tuned.yaml: run.yaml with the kept keys set, comments and order as they were."""
+        """RUN/run.tuned.yaml: run.yaml with the kept keys set, comments and order as they were.
+
+        How many processes to train with is no key of run.yaml; it stands in a comment at the top.
+        """
         import io
 
         from ruamel.yaml import YAML
@@ -281,8 +294,10 @@ class Session:
         yaml.preserve_quotes = True
         yaml.width = 4096
         content = yaml.load(self._run.yaml.read_text(encoding="utf-8"))
-        set_keys(content, self.kept)
+        set_keys(content, keys_of(self.kept))
         text = io.StringIO()
+        if WORKERS in self.kept:
+            text.write(f"# Tuned for: mindferry train RUN --workers {self.kept[WORKERS]}\n")
         yaml.dump(content, text)
         write_text(self._run.root / "run.tuned.yaml", text.getvalue())
 
