@@ -268,7 +268,7 @@ def migrate(
         UsageError: a path, a setting or the source cannot be used; `out` is then as it was.
         MindferryError: the source is damaged, or no space is left.
     """
-    from mindferry.data import build_mindrecord
+    from mindferry.data import build_mindrecord, find_sources
     from mindferry.sources import open_source
     from mindferry.weights import convert
 
@@ -283,7 +283,10 @@ def migrate(
         check_cut(source.spec, choices.cut)
     if choices.target is not None:
         legacy_run.check_model(source.spec)
+    find_sources(data)  # a mistyped path is said before the weights are converted
     with staged(out, force) as staging:
+        # First: a kill in the hours of tokenizing costs the minutes of this, and not the other way round.
+        weights = convert(source, staging / "model", dtype="float32", progress=ticks.weights)
         data_report = build_mindrecord(
             data,
             source.tokenizer_files,
@@ -295,7 +298,6 @@ def migrate(
             work_dir=staging.parent / f".{out.resolve().name}.unfinished",
             progress=ticks.data,
         )
-        weights = convert(source, staging / "model", dtype="float32", progress=ticks.weights)
         recipe, recipe_decisions, recipe_warnings = _recipe(choices, stated, data_report.sequences)
         steps_per_epoch = data_report.sequences // recipe.sequences_per_step
         recipe_warnings += _continue(choices, source, recipe, staging, steps_per_epoch)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mindferry.data import DataOptions, build_dataset, load_tokenizer
+from mindferry.data import ByteTokenizer, DataOptions, build_dataset, load_tokenizer
 from mindferry.data import tokens as engine
 from mindferry.errors import UsageError
 
@@ -130,6 +130,41 @@ def test_killed_and_run_again(
     total = sum(path.stat().st_size for path in corpus.iterdir())
     if after > 20:
         assert sum(encoded) < 0.6 * total  # what was done is not done again
+
+
+_KILLED_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from mindferry.data import ByteTokenizer, build_dataset, mindrecord
+corpus, out, work = map(Path, sys.argv[1:])
+real = mindrecord.write_mindrecord
+def half(path, rows, seq_length):
+    real(path, rows, seq_length)
+    os.kill(os.getpid(), signal.SIGKILL)
+mindrecord.write_mindrecord = half
+build_dataset([corpus], ByteTokenizer(), out, seq_length=64, vocab_size=257, eos_token_id=256, work_dir=work)
+"""
+
+
+def test_killed_while_the_rows_are_written(corpus: Path, tmp_path: Path) -> None:
+    """Nothing is tokenized again, and what the dead process wrote does no harm."""
+    out, work = tmp_path / "o", tmp_path / "work"
+    words = [sys.executable, "-c", _KILLED_WRITING, str(corpus), str(out), str(work)]
+    done = subprocess.run(words, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(out.iterdir())
+
+    class Idle(ByteTokenizer):
+        def encode(self, texts: list[str]) -> Any:
+            raise AssertionError("tokenized again")
+
+    sizes: dict[str, Any] = {"seq_length": 64, "vocab_size": 257, "eos_token_id": 256}
+    report = build_dataset([corpus], Idle(), out, work_dir=work, **sizes)
+    whole = build_dataset([corpus], ByteTokenizer(), tmp_path / "whole", **sizes)
+    assert report == whole
+    for name in whole.files:
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not work.exists()
 
 
 def test_changed_input_starts_over(
