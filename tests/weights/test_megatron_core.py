@@ -1,0 +1,98 @@
+"""Exported Megatron checkpoints in the real Megatron-core: strict loading, and transformers' logits.
+
+Every rank is a process of its own with gloo between them, on the CPU, with Megatron-core's local layer spec.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindferry.weights.exporting import Cut, export
+
+from .test_export import migrated
+from .test_families import IDS, build, logits_of
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+WORKER = Path(__file__).with_name("megatron_core_worker.py")
+
+
+def logits_in_megatron(iteration: Path, tmp_path: Path) -> np.ndarray:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    np.save(tmp_path / "ids.npy", np.asarray(IDS[None], np.int64))
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                WORKER,
+                iteration,
+                str(rank),
+                str(port),
+                tmp_path / "ids.npy",
+                tmp_path / "out.npy",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(len(list(iteration.glob("mp_rank_*"))))
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(said)[-4000:]
+    return np.load(tmp_path / "out.npy")[0]
+
+
+CASES: list[Any] = [
+    ("gpt2", {}, Cut()),
+    ("gpt2", {"n_head": 2, "n_inner": 36, "activation_function": "gelu"}, Cut(2, 2)),
+    ("llama", {"intermediate_size": 36}, Cut(2, 2)),
+    ("llama-linear", {}, Cut()),
+    ("qwen2", {}, Cut()),
+    ("qwen3", {}, Cut()),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "cut"),
+    CASES,
+    ids=[f"{c}-{k.tensor_parallel}x{k.pipeline_stages}" for c, _, k in CASES],
+)
+def test_megatron_core_loads_the_export(tmp_path: Path, case: str, changes: dict[str, Any], cut: Cut) -> None:
+    model = build(tmp_path / "src", case, **changes)
+    export(migrated(tmp_path), "megatron", tmp_path / "meg", cut=cut)
+    (iteration,) = (tmp_path / "meg").glob("iter_*")
+    found = logits_in_megatron(iteration, tmp_path)
+    wanted = logits_of(model)
+    assert found.shape[-1] % (128 * cut.tensor_parallel) == 0, "the vocabulary is padded as Megatron pads it"
+    found = found[..., : wanted.shape[-1]].reshape(wanted.shape)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_a_wrong_packing_shows(tmp_path: Path) -> None:
+    """Negative control: the rows of the first layer's q/k/v rolled by one head load as well, and the logits part."""
+    model = build(tmp_path / "src", "llama")
+    export(migrated(tmp_path), "megatron", tmp_path / "meg")
+    (file,) = (tmp_path / "meg").glob("iter_*/*/model_optim_rng.pt")
+    tree = torch.load(file, weights_only=False)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    tree["model"][name] = torch.roll(tree["model"][name], 4, 0)
+    torch.save(tree, file)
+    wanted = logits_of(model)
+    found = logits_in_megatron(file.parent.parent, tmp_path)[..., : wanted.shape[-1]].reshape(wanted.shape)
+    assert np.abs(found - wanted).max() > 1e-3 * np.abs(wanted).max()
