@@ -49,6 +49,8 @@ ROAD: list[tuple[str, list[str], bool]] = [
     ("export", [], False),
     ("reshard", [], False),
     ("rehearse", ["--strategy", "mp=2", "--steps", "1"], False),
+    ("launch", ["--hosts", "10.0.0.1", "--devices-per-host", "1"], True),
+    ("doctor comm", ["--workers", "2", "--steps", "6"], True),
     ("data build", [], False),
     ("data show", [], False),
     ("plan", [], False),

@@ -279,7 +279,15 @@ class RunYaml(Section):
     ignore_data_skip: StrictBool = False
     print_separate_loss: StrictBool = False
     micro_batch_interleave_num: StrictInt = 1
+    # MindSpore's profiler, on Ascend; `doctor comm --profile` reads what it writes
     profile: StrictBool = False
+    profile_communication: StrictBool = False
+    profile_memory: StrictBool = True
+    profile_start_step: StrictInt = Field(1, gt=0)
+    profile_stop_step: StrictInt = Field(10, gt=0)
+    profile_level: Literal[0, 1, 2] = 1
+    profile_rank_ids: list[StrictInt] | None = None
+    init_start_profile: StrictBool = False
 
     trainer: Trainer = Trainer()
     runner_config: RunnerConfig

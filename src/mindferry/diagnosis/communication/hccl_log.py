@@ -18,16 +18,6 @@ from mindferry.diagnosis.startup.lines import lines_of, log_files, open_log, tex
 from mindferry.errors import UsageError, printable
 from mindferry.findings import Finding
 
-TURN_ON = """\
-export ASCEND_GLOBAL_LOG_LEVEL=1                 # 0 debug, 1 info, 2 warning, 3 error (default)
-export HCCL_ENTRY_LOG_ENABLE=1                   # one line for each call of a collective
-export ASCEND_PROCESS_LOG_PATH=$PWD/plog         # default: ~/ascend/log
-# a training writes a lot then: some steps are enough. The time of each collective on the device: in run.yaml
-profile: True
-profile_communication: True
-profile_start_step: 5
-profile_stop_step: 7"""
-
 # Bytes of an element, by HCCL's names.
 SIZES = {
     "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "bfp16": 2, "int32": 4, "uint32": 4,

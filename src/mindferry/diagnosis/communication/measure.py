@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindferry.errors import UsageError
+from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
 
 # Steps left out at the beginning: they compile.
@@ -214,13 +215,12 @@ class Trials:
         """
         from mindferry.training import workers as parent
 
-        parent.train(self.run, self._options(overrides, workers))
+        parent.train(self.run, self.options(overrides, workers))
         self.tick(note or f"{workers} processes")
         return scaling(self.run.root, workers)
 
     def with_alone(self, workers: int) -> Scaling:
         """`parallel`, and before it one process with one rank's work."""
-        from mindferry.targets import run_yaml
         from mindferry.training import data_parallel
 
         content = run_yaml.read(self.run.yaml)
@@ -238,7 +238,7 @@ class Trials:
         from mindferry.training import engine
 
         records: list[dict[str, Any]] = []
-        engine.train(self.run, replace(self._options(overrides, 1), on_step=records.append))
+        engine.train(self.run, replace(self.options(overrides, 1), on_step=records.append))
         records = records[WARM_UP:]
         if not records:
             raise UsageError(
@@ -253,10 +253,13 @@ class Trials:
         split = Split(0, step, data, compute, 0.0, 0.0, 0.0, rest, rate * step, 0.0)
         return Scaling(1, (split,), len(records), step, compute)
 
-    def _options(self, overrides: dict[str, Any] | None, workers: int) -> Any:
+    def options(self, overrides: dict[str, Any] | None, workers: int) -> Any:
+        """engine.Options of a trial that writes no checkpoints; the records of an earlier one are removed."""
         from mindferry.training.engine import Options
 
-        quiet = {"callbacks": [{"type": "MFLossMonitor", "per_print_times": 1}]}
+        quiet: dict[str, Any] = {"callbacks": [{"type": "MFLossMonitor", "per_print_times": 1}]}
+        if run_yaml.read(self.run.yaml)["lr_schedule"]["total_steps"] < self.steps:
+            quiet["lr_schedule.total_steps"] = self.steps
         for path in (rank_file(self.run.root, rank) for rank in range(1, 64)):
             path.unlink(missing_ok=True)
         return Options(

@@ -83,7 +83,7 @@ def read(root: Path) -> list[RankProfile]:
         UsageError: there is none.
         MindferryError: a file is damaged.
     """
-    found = []
+    found: list[RankProfile] = []
     for folder in _folders(root):
         table = folder / "step_trace_time.csv"
         if not table.is_file():
