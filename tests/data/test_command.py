@@ -127,12 +127,16 @@ def test_interrupted_and_called_again(tmp_path: Path) -> None:
 
 
 def test_statistics_by_hand() -> None:
-    tokens = np.tile(np.arange(4), 16)  # 64 tokens: two equal windows of 32
+    tokens = np.tile(np.arange(4), 16)  # 64 tokens: 33 windows of 32, of which 4 differ
     found = token_statistics(tokens, 3, eod_token_id=3)
     assert found.entropy_bits == pytest.approx(2.0)
     assert (found.distinct, found.largest, found.out_of_range) == (4, 3, 16)
-    assert found.repeated_share == 0.5
+    assert found.repeated_share == 1 - 4 / 33
     assert (found.eod_share, found.tokens_per_document) == (0.25, 4.0)
     assert [token for token, _, _ in found.common] == [0, 1, 2, 3]
+    # A document of 100 tokens, twice in 600, at places that share no multiple: 100 - 31 windows were there before.
+    tokens = np.random.default_rng(0).permutation(1000)[:600]
+    tokens[431:531] = tokens[10:110]
+    assert token_statistics(tokens).repeated_share == pytest.approx(69 / 569)
     empty: Any = token_statistics(np.empty(0, np.int64))
     assert empty.tokens == 0

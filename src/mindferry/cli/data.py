@@ -103,7 +103,9 @@ def build(
     packing: str | None = typer.Option(None, "--packing", help="pack (documents joined) or pad (one a row)."),
     valid_fraction: float = typer.Option(0.0, "--valid-fraction", help="Share of the documents to hold out."),
     text_field: str | None = typer.Option(None, "--text-field", help="Field of the records with the text."),
-    raw_dtype: str = typer.Option("uint16", "--raw-dtype", help="Width of ids in .bin files without .idx."),
+    raw_dtype: str | None = typer.Option(
+        None, "--raw-dtype", help="Width of ids in .bin files without .idx (uint16, if they look like it)."
+    ),
     workers: int | None = typer.Option(None, "--workers", min=1, help="Threads (one a core)."),
     force: bool = typer.Option(False, "--force", help="Replace a data set that is there."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -120,7 +122,7 @@ def build(
         packing=None if packing is None else one_of("--packing", packing, ("pack", "pad")),  # type: ignore[arg-type]
         valid_fraction=valid_fraction,
         text_field=text_field,
-        raw_dtype=one_of("--raw-dtype", raw_dtype, tuple(RAW_DTYPES)),
+        raw_dtype=None if raw_dtype is None else one_of("--raw-dtype", raw_dtype, tuple(RAW_DTYPES)),
         workers=workers,
     )
     before = _present(out)
@@ -154,7 +156,9 @@ def show(
     vocab_size: int | None = typer.Option(
         None, "--vocab-size", help="Rows of the embedding (from config.json)."
     ),
-    raw_dtype: str = typer.Option("uint16", "--raw-dtype", help="Width of ids in .bin files without .idx."),
+    raw_dtype: str | None = typer.Option(
+        None, "--raw-dtype", help="Width of ids in .bin files without .idx (uint16, if they look like it)."
+    ),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
     """Check a token file and look at a sample of a million tokens. Exit code 1: something is wrong with it."""

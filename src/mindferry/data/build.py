@@ -16,6 +16,7 @@ from mindferry.data import inputs, mindrecord, packing
 from mindferry.data.inputs import Reading, Source
 from mindferry.data.megatron import open_megatron
 from mindferry.data.report import DataReport, SplitReport
+from mindferry.data.token_files import raw_width
 from mindferry.data.tokenizer import Tokenizer, load_tokenizer
 from mindferry.data.tokens import Counts, Job, token_dtype, tokenize
 from mindferry.errors import MindferryError, UsageError
@@ -34,7 +35,8 @@ class DataOptions:
         valid_fraction: share of the documents that become the split "valid".
         split_seed: picks those documents.
         text_field: field of the records that holds the text; None: guessed from the first record, and said.
-        raw_dtype: width of the ids in raw .bin files without index (nanoGPT writes uint16).
+        raw_dtype: width of the ids in raw .bin files without index; None: uint16, as nanoGPT writes them, refused
+            where the ids or the vocabulary look wider.
         workers: threads that tokenize; None: one a core. The output is the same for any number.
     """
 
@@ -44,7 +46,7 @@ class DataOptions:
     valid_fraction: float = 0.0
     split_seed: int = 0
     text_field: str | None = None
-    raw_dtype: str = "uint16"
+    raw_dtype: str | None = None
     workers: int | None = None
 
 
@@ -228,6 +230,9 @@ def _job(
     loaded = None
     if any(source.has_text for source in sources):
         loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+    for source in sources:
+        if source.kind == "raw":
+            raw_width(source.path, options.raw_dtype, vocab_size)
     field = inputs.resolve_field(sources, options.text_field)
     return Job(
         sources,
@@ -308,9 +313,11 @@ def _warn(report: DataReport, options: DataOptions, job: Job) -> None:
             "the source states no eos_token_id: documents follow each other without a token in between"
         )
     if report.invalid_utf8_bytes:
-        report.warnings.append(
-            f"{report.invalid_utf8_bytes} bytes of the corpus are not UTF-8; each became U+FFFD"
-        )
+        text = f"{report.invalid_utf8_bytes} bytes of the corpus are not UTF-8; each became U+FFFD"
+        size = sum(source.size() for source in job.sources if source.has_text)
+        if report.invalid_utf8_bytes > size / 100:
+            text += f": {report.invalid_utf8_bytes / size:.0%} of it. Another encoding? iconv -f GBK -t UTF-8"
+        report.warnings.append(text)
     if report.text_field is not None and options.text_field is None:
         report.warnings.append(f"the text was taken from field {report.text_field!r} of the records")
 

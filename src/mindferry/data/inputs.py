@@ -58,10 +58,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read: text_field None is guessed, raw_dtype is that of raw files."""
+    """How sources are read: text_field None is guessed, raw_dtype (of raw files) None is uint16 that looks like it."""
 
     text_field: str | None = None
-    raw_dtype: str = "uint16"
+    raw_dtype: str | None = None
     eod_token_id: int | None = None
 
 
@@ -126,8 +126,21 @@ def _sources_of(path: Path) -> list[Source]:
         files = saved if saved is not None else _walk(path)
         return [Source(file, _kind_of(file)) for file in files]
     if stat.S_ISREG(kind):
-        return [Source(path.with_suffix("") if _is_megatron(path) else path, _kind_of(path))]
+        return [_complete(Source(path.with_suffix("") if _is_megatron(path) else path, _kind_of(path)))]
     raise UsageError(f"{path}: neither a file nor a directory", id="data.corpus")
+
+
+def _complete(source: Source) -> Source:
+    """`source`, if all of its files are there."""
+    for file in source.files():
+        if not file.is_file():
+            what = "a Megatron data set is a .bin and an .idx"
+            if source.kind == "mindrecord":
+                what = "a MindRecord is a file and its .db"
+            raise UsageError(
+                f"{file}: no such file; {what}", remedy="copy both, beside each other", id="data.corpus"
+            )
+    return source
 
 
 def _is_megatron(path: Path) -> bool:
@@ -147,10 +160,14 @@ def _kind_of(path: Path) -> str:
         if path.suffix.lower() in COMPRESSION:
             raise UsageError(f"{path}: compressed around its own compression", remedy="decompress it first")
         return "table"
-    if name.endswith(".bin"):
-        return "raw"
-    if re.search(r"\.mindrecord\d*$", name):  # FileWriter numbers the files of several shards
-        return "mindrecord"
+    # FileWriter numbers the files of several shards.
+    ids = "raw" if name.endswith(".bin") else "mindrecord" if re.search(r"\.mindrecord\d*$", name) else ""
+    if ids and path.suffix.lower() in COMPRESSION:
+        raise UsageError(
+            f"{path}: ids are not read compressed", remedy="decompress it first", id="data.corpus"
+        )
+    if ids:
+        return ids
     return "text"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindferry.data.compressed import blocks, file_size
-from mindferry.data.text_files import clean
+from mindferry.data.text_files import check_first, clean
 from mindferry.errors import MindferryError, UsageError, did_you_mean
 
 # Field names tried in this order where none is given.
@@ -63,6 +63,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
     """(line number from 1, line, bytes read since the last one)."""
     number, held, read = 1, b"", 0
     for block, consumed in blocks(path, 1 << 20):
+        if number == 1 and not held:
+            check_first(path, block)
         read += consumed
         parts = (held + block).split(b"\n") if held else block.split(b"\n")
         held = parts.pop()
@@ -186,6 +188,15 @@ def _arrow_batches(pa: Any, source: Any) -> tuple[Any, Iterator[Any]]:
         return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
+def _is_text(pa: Any, kind: Any) -> bool:
+    """Whether a column of this type gives text; pandas writes categories as dictionaries of strings."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _is_text(pa, kind.value_type)
+    views = getattr(types, "is_string_view", None)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or (views is not None and views(kind)))
+
+
 def table_field(path: Path, given: str | None) -> str:
     """The text column of a parquet or arrow file.
 
@@ -195,7 +206,7 @@ def table_field(path: Path, given: str | None) -> str:
     """
     pa = _arrow(path)
     with _table(path) as (schema, _):
-        kinds = {f.name: pa.types.is_string(f.type) or pa.types.is_large_string(f.type) for f in schema}
+        kinds = {field.name: _is_text(pa, field.type) for field in schema}
     name = choose_field(path, kinds, given)
     if not kinds[name]:
         raise UsageError(f"{path}: field {name!r} holds no text", id="data.field")

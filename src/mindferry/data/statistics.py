@@ -33,7 +33,8 @@ class TokenStatistics:
         distinct: different ids seen.
         entropy_bits: entropy of the distribution of single ids; log2(vocab_size) at most. English in a
             vocabulary of 50,000 lies near 10; below 5 something repeats.
-        repeated_share: share of windows of 32 tokens that occurred before in the sample: duplicated text.
+        repeated_share: share of the windows of 32 tokens, one at every token, that occurred before in the sample:
+            duplicated text, wherever it begins.
         eod_share, unknown_share: share of the end-of-document and of the unknown token; None: not known which it is.
         tokens_per_document: mean distance of end-of-document tokens.
         common: the ten most frequent ids as (id, share, text).
@@ -57,8 +58,10 @@ class TokenStatistics:
         return asdict(self)
 
 
-def sample_tokens(path: Path, limit: int = 1 << 20, raw_dtype: str = "uint16") -> NDArray[np.int64]:
+def sample_tokens(path: Path, limit: int = 1 << 20, raw_dtype: str | None = None) -> NDArray[np.int64]:
     """The first `limit` tokens of a data set of ids: Megatron, nanoGPT or MindRecord.
+
+    `raw_dtype` is the width of ids in a .bin without index; None: uint16 that looks like it.
 
     Raises:
         UsageError: `path` holds text, or nothing.
@@ -81,7 +84,7 @@ def sample_tokens(path: Path, limit: int = 1 << 20, raw_dtype: str = "uint16") -
     return np.concatenate(parts)[:limit]
 
 
-def _ids(source: Source, raw_dtype: str) -> Iterator[NDArray[np.int64]]:
+def _ids(source: Source, raw_dtype: str | None) -> Iterator[NDArray[np.int64]]:
     for piece in pieces(source, Reading(raw_dtype=raw_dtype), None):
         if piece.ids is not None and len(piece.ids):
             yield piece.ids
@@ -128,9 +131,14 @@ def _text(tokenizer: Tokenizer | None, ids: list[int]) -> str:
 
 
 def _repeated(tokens: NDArray[np.int64]) -> float:
-    """Share of the windows of _WINDOW tokens, side by side, that equal an earlier one."""
-    rows = len(tokens) // _WINDOW
-    if not rows:
+    """Share of the windows of _WINDOW tokens, one at every position, that equal an earlier one."""
+    count = len(tokens) - _WINDOW + 1
+    if count < 1:
         return 0.0
-    windows = np.ascontiguousarray(tokens[: rows * _WINDOW].reshape(rows, _WINDOW))
-    return 1.0 - len(np.unique(windows, axis=0)) / rows
+    # A polynomial over the integers modulo 2^64 tells the windows of a million tokens apart.
+    hashed = np.zeros(count, np.uint64)
+    mixed = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    for i in range(_WINDOW):
+        hashed = hashed * np.uint64(0xD6E8FEB86659FD93) + mixed[i : i + count]
+    return 1.0 - len(np.unique(hashed)) / count

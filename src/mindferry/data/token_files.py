@@ -55,13 +55,45 @@ def megatron_documents(prefix: Path) -> Iterator[Ids]:
         yield Ids(name, np.empty(0, np.int64), True, 0)
 
 
-def raw_documents(path: Path, dtype_name: str, eod: int | None) -> Iterator[Ids]:
+def raw_width(path: Path, dtype_name: str | None, vocab_size: int) -> None:
+    """Refuse to take `path` for uint16, unless that was stated, where the vocabulary does not fit.
+
+    Raises:
+        UsageError: the width must be stated.
+    """
+    if dtype_name is None and vocab_size > 1 << 16:
+        raise UsageError(
+            f"{path}: uint16 ids, as nanoGPT writes them, cannot hold a vocabulary of {vocab_size}",
+            cause="the file has no header that states its width",
+            remedy=f"state it with --raw-dtype ({', '.join(RAW_DTYPES)})",
+            id="data.raw-dtype",
+        )
+
+
+def _refuse_wider(path: Path, stream: NDArray[Any]) -> None:
+    """Ids of four bytes, read as pairs of uint16: the second of each pair is 0, or 1 or 2 in large vocabularies."""
+    low, high = stream[: 1 << 16 : 2], stream[1 : 1 << 16 : 2]
+    few = len(high) >= 3 and not high.any() and low.any()
+    many = len(high) >= 64 and int(high.max()) <= 2 and len(np.unique(low)) > 8
+    if few or many:
+        raise MindferryError(
+            f"{path}: every second uint16 is {'0' if not high.any() else '0, 1 or 2'}: ids of four bytes",
+            cause="the file has no header that states its width; nanoGPT writes uint16",
+            remedy="state it: --raw-dtype int32, or uint16 if it is that all the same",
+            id="data.raw-dtype",
+        )
+
+
+def raw_documents(path: Path, dtype_name: str | None, eod: int | None) -> Iterator[Ids]:
     """Documents of a file of nothing but ids (nanoGPT's train.bin); `eod` closes each and stays in it.
+
+    `dtype_name` None: uint16, unless the ids look like wider ones.
 
     Raises:
         UsageError: unknown dtype, empty, or unreadable.
-        MindferryError: the size is no multiple of the width.
+        MindferryError: the size is no multiple of the width, or the width is another.
     """
+    stated, dtype_name = dtype_name is not None, dtype_name or "uint16"
     if dtype_name not in RAW_DTYPES:
         raise UsageError(
             f"raw dtype: found {dtype_name!r}, expected one of {', '.join(RAW_DTYPES)}", id="data.raw-dtype"
@@ -79,6 +111,8 @@ def raw_documents(path: Path, dtype_name: str, eod: int | None) -> Iterator[Ids]
         if not size:
             raise UsageError(f"{path}: empty", id="data.empty")
         stream = np.memmap(path, dtype=dtype, mode="r")
+        if not stated:
+            _refuse_wider(path, stream)
     except OSError as err:
         raise UsageError(f"{path}: cannot be read: {err.strerror}", id="data.corpus") from None
     document = 0

@@ -60,7 +60,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, document: str, start: int = 0)
     at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
     raise MindferryError(
         f"{document}: token {int(ids[at])} at position {start + at}, expected ids below {vocab_size}",
-        cause="the tokenizer knows more tokens than the model's embedding has rows",
+        cause="the tokenizer knows more tokens than the model's embedding has rows, or ids were read in a wrong width",
         remedy="use the tokenizer that belongs to the model, or enlarge the model's vocab_size",
         id="data.token-range",
     )
