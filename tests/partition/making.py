@@ -55,6 +55,7 @@ def write_yaml(
 ) -> Path:
     """The part of a mindformers training YAML that says what the network is."""
     config = {
+        "model_type": spec.family,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_layers": spec.num_layers,
@@ -66,6 +67,8 @@ def write_yaml(
         "seq_length": spec.max_position_embeddings,
         "position_embedding_type": spec.position_embedding,
         "normalization": spec.normalization,
+        "layernorm_epsilon": spec.layernorm_epsilon,
+        "activation": spec.activation,
         "gated_linear_unit": spec.gated_linear_unit,
         "add_bias_linear": spec.add_bias_linear,
         "add_qkv_bias": spec.add_qkv_bias,
@@ -107,8 +110,8 @@ def read_rank(directory: Path, rank: int) -> dict[str, np.ndarray]:
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    """Names, types, shapes and every bit."""
+    """Names, types, shapes and every bit; types by name, since MindSpore brings a bfloat16 of its own to numpy."""
     return a.keys() == b.keys() and all(
-        x.dtype == b[n].dtype and x.shape == b[n].shape and x.tobytes() == b[n].tobytes()
+        x.dtype.name == b[n].dtype.name and x.shape == b[n].shape and x.tobytes() == b[n].tobytes()
         for n, x in a.items()
     )

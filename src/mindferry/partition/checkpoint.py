@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,11 @@ class Checkpoint:
             for here, there, count in pairs:
                 result[own.at(there, there + count)] = data[own.at(here, here + count)]
         return np.zeros(cut.local_shape, self.dtype(name)) if result is None else result
+
+    def whole(self, name: str, shape: Shape) -> Callable[[], np.ndarray]:
+        """Makes the whole tensor `name`; `shape` has the rows wanted of a padded vocabulary."""
+        cut = Cut(shape, 1, self.cut(name).dim, (shape[self.cut(name).dim or 0],))
+        return lambda: self.share(name, cut, 0)
 
     def release(self, name: str) -> None:
         """Give back the pages of `name`."""

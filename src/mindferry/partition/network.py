@@ -32,36 +32,25 @@ class Network:
     origin: str
 
 
-def packing(model_config: dict[str, Any]) -> TargetLayout:
-    """The packings that a `model_config` states, or mindformers 1.9.0's defaults."""
-    return TargetLayout(
-        "flat" if model_config.get("use_contiguous_weight_layout_attention") else "per_group",
-        "interleaved" if model_config.get("use_interleaved_weight_layout_mlp", True) else "concatenated",
-    )
-
-
-def read_network(path: Path) -> Network:
+def read_network(path: Path, layout: TargetLayout | None = None) -> Network:
     """The network of a run directory, or of a training YAML (ours or mindformers').
 
+    Args:
+        layout: packing, where it is known already.
+
     Raises:
-        UsageError: no such file, no training YAML, or sizes are missing in it.
+        UsageError: no such file, no training YAML, or the YAML does not say the packing.
+        MindferryError: it leaves out what changes the network.
     """
     from mindferry.planning import runfile
-    from mindferry.planning.settings import load_yaml
+    from mindferry.sources import mindformers_mcore
 
     file = path / "run.yaml" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
             f"{file}: no such file", remedy="give a run directory or its training YAML", id="partition.config"
         )
-    read = runfile.read(file)
-    if read.model is None:
-        raise UsageError(
-            f"{file}: model.model_config lacks {', '.join(read.missing)}",
-            remedy="write the sizes of the model into the YAML",
-            id="partition.config",
-        )
-    at = read.layout
+    spec, packing = mindformers_mcore.read_network(file, layout)
+    at = runfile.read(file, model=spec).layout
     degrees = (at.data_parallel * max(at.context_parallel, 1), at.model_parallel, at.pipeline_stage)
-    config = load_yaml(file)["model"]["model_config"]
-    return Network(read.model, packing(config), Grid(*degrees), at.offset, at.virtual, str(file))
+    return Network(spec, packing, Grid(*degrees), at.offset, at.virtual, str(file))

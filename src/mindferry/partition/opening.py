@@ -33,6 +33,7 @@ class Asked:
         config: run directory or training YAML of the network.
         grid: the strategy it is cut for.
         offset, virtual: of its stages.
+        layout: packing, where the person knows better than the YAML's defaults.
         step: "{epoch}_{step}" of a cut checkpoint, or the name of a run's checkpoint.
     """
 
@@ -41,6 +42,7 @@ class Asked:
     offset: Any = None
     virtual: int | None = None
     step: str | None = None
+    layout: TargetLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def _open_cut(path: Path, asked: Asked) -> Opened:
             else "give --config RUN (and --from dp=,mp=,pp= where its parallel_config is another one)",
             id="partition.config",
         )
-    network = read_network(asked.config)
+    network = read_network(asked.config, asked.layout)
     grid = asked.grid or network.grid
     same = grid.pipeline_stage == network.grid.pipeline_stage
     offset = asked.offset if asked.offset is not None else (network.offset if same else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mindferry.sources import (
     megatron,
     megatron_shards,
     mindformers_gpt2,
+    mindformers_mcore,
     nanogpt,
 )
 from mindferry.sources.assemble import Options
@@ -21,7 +23,8 @@ from mindferry.weights.tensor_store import check_link
 
 KNOWN = (
     "a Hugging Face directory (config.json and weights), a nanoGPT ckpt.pt, a LitGPT directory, a Megatron-LM "
-    "checkpoint, or a directory with the YAML and the checkpoint of a mindformers 1.x GPT-2"
+    "checkpoint, or a directory with the training YAML and the checkpoint of a mindformers GPT-2 (1.x) or GPTModel "
+    "(1.6 and later)"
 )
 
 
@@ -66,6 +69,10 @@ def _nanogpt_directory(path: Path, options: Options) -> Source:
     return _open_file(path, file, options)
 
 
+def _mcore(found: mindformers_mcore.Found, path: Path, options: Options) -> Source:
+    return mindformers_mcore.open_mindformers_mcore(path, found, options)
+
+
 def _readers(path: Path) -> list[tuple[str, Reader]]:
     """(what directory `path` holds, how to read it) for each known format; the first is to be taken."""
     found: list[tuple[str, Reader]] = []
@@ -78,6 +85,10 @@ def _readers(path: Path) -> list[tuple[str, Reader]]:
         found.append(("a nanoGPT checkpoint", _nanogpt_directory))
     if megatron_shards.is_checkpoint(path):
         found.append(("a Megatron-LM checkpoint", megatron.open_megatron))
+    mcore = mindformers_mcore.find(path) if not found else None
+    if mcore is not None:
+        opener = functools.partial(_mcore, mcore)
+        found.append(("a GPTModel of mindformers", opener))
     legacy = mindformers_gpt2.find(path) if not found else None
     if legacy is not None:
         config, weights = legacy

@@ -240,6 +240,7 @@ WORDS: dict[str, Callable[[Geometry], list[Transform]]] = {
     "qkv_head_dim_three": lambda at: at.repack_qkv("head_dim_three"),
     "qkv_separate": lambda at: [at.join_qkv()],
     "gate_up_separate": lambda at: [at.join_gate_up()],
+    "gate_up_interleaved": lambda at: at.repack_gate_up("interleaved"),
     "gate_up_concatenated": lambda at: at.repack_gate_up("concatenated"),
     "skip_two_rows": lambda at: [SkipRows(2)],
     "vocab_rows": lambda at: [CutRows(at.spec.vocab_size, at.padded_vocab_size or at.spec.vocab_size)],
