@@ -4,6 +4,8 @@
 
 Rank r of tensor parallelism t is r % t, its pipeline stage r // t, as Megatron numbers them. The arguments in the
 checkpoint say what to build. The last stage's first rank writes the logits [batch, sequence, padded vocabulary].
+With OUT a directory, one rank takes a step of Megatron-core's own optimizer on the next-token loss instead and
+saves its checkpoint there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 # Megatron-core asks CUDA for a buffer's device and random state (dropout is off here), and moves a tied head to it.
-torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,method-assign,return-value]
+torch.Tensor.cuda = lambda self, *args, **kwargs: self
+torch.cuda.current_device = lambda: "cpu"
 
 
 def build(args: Any, stage: int) -> Any:
@@ -87,6 +89,34 @@ def build(args: Any, stage: int) -> Any:
     )
 
 
+def save_after_a_step(model: Any, tree: dict[str, Any], inputs: tuple[Any, ...], out: Path) -> None:
+    """One update of get_megatron_optimizer's AdamW without clipping; the layout of what is saved is Megatron's."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    real = torch.tensor
+    torch.tensor = lambda *args, device=None, **named: real(
+        *args, **named
+    )  # FP32Optimizer's scale is on CUDA
+    model.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(settings, [model])
+    torch.tensor = real
+    true = tree["args"].vocab_size
+    logits = model(*inputs)[:, :-1, :true]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[0][:, 1:].flatten()).backward()
+    optimizer.chained_optimizers[0].optimizer.step()
+    state = {
+        "model": model.state_dict_for_save_checkpoint(),
+        "optimizer": optimizer.state_dict(),
+        "iteration": 1,
+        "checkpoint_version": 3.0,
+        "args": tree["args"],
+    }
+    (out / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    torch.save(state, out / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt")
+
+
 def run(directory: Path, rank: int, port: int, ids_file: str, out: str) -> None:
     shards = sorted(directory.glob("mp_rank_*"))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(shards))
@@ -108,6 +138,9 @@ def run(directory: Path, rank: int, port: int, ids_file: str, out: str) -> None:
         hidden = torch.empty(length, ids.shape[0], first.hidden_size)
         dist.recv(hidden, rank - tensor)
         model.set_input_tensor(hidden)
+    if Path(out).is_dir():
+        save_after_a_step(model, tree, (ids, positions, mask), Path(out))
+        return
     with torch.no_grad():
         result = model(ids, positions, mask)
     if stage < stages - 1:

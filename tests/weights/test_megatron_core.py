@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindferry.checking import sides
+from mindferry.recipes.optimizer_state import read_state
+from mindferry.sources import open_source
+from mindferry.spec import OptimizerSpec
 from mindferry.weights.exporting import Cut, export
 
 from .test_export import migrated
@@ -27,7 +31,8 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 WORKER = Path(__file__).with_name("megatron_core_worker.py")
 
 
-def logits_in_megatron(iteration: Path, tmp_path: Path) -> np.ndarray:
+def in_megatron(iteration: Path, tmp_path: Path, out: Path) -> None:
+    """Start all ranks of the checkpoint and wait for them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +46,7 @@ def logits_in_megatron(iteration: Path, tmp_path: Path) -> np.ndarray:
                 str(rank),
                 str(port),
                 tmp_path / "ids.npy",
-                tmp_path / "out.npy",
+                out,
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -55,6 +60,10 @@ def logits_in_megatron(iteration: Path, tmp_path: Path) -> np.ndarray:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(said)[-4000:]
+
+
+def logits_in_megatron(iteration: Path, tmp_path: Path) -> np.ndarray:
+    in_megatron(iteration, tmp_path, tmp_path / "out.npy")
     return np.load(tmp_path / "out.npy")[0]
 
 
@@ -96,3 +105,28 @@ def test_a_wrong_packing_shows(tmp_path: Path) -> None:
     wanted = logits_of(model)
     found = logits_in_megatron(file.parent.parent, tmp_path)[..., : wanted.shape[-1]].reshape(wanted.shape)
     assert np.abs(found - wanted).max() > 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_megatron_cores_optimizer_is_read(tmp_path: Path, case: str) -> None:
+    """One step of its own AdamW, saved by it: the moments are those of torch's AdamW on the model it came from."""
+    model = build(tmp_path / "src", case).float()
+    export(migrated(tmp_path), "megatron", tmp_path / "meg")
+    (iteration,) = (tmp_path / "meg").glob("iter_*")
+    (tmp_path / "after").mkdir()
+    in_megatron(iteration, tmp_path, tmp_path / "after")
+    found = read_state(tmp_path / "after", open_source(tmp_path / "after"), OptimizerSpec(weight_decay=0.1))
+    assert (found.step, found.masters, found.warnings) == (1, {}, [])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.tensor(IDS[None])
+    torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
+    optimizer.step()
+    source = open_source(tmp_path / "src")
+    for kind, values in (("exp_avg", found.exp_avg), ("exp_avg_sq", found.exp_avg_sq)):
+        arrays = sides.torch_arrays(model, source, lambda p, kind=kind: optimizer.state[p][kind])
+        wanted = sides.map_to_target(source, arrays)
+        assert values.keys() == wanted.keys()
+        largest = max(float(np.abs(value).max()) for value in wanted.values())
+        for name, value in wanted.items():
+            assert np.abs(values[name] - value).max() <= 1e-5 * largest, (kind, name)
+            assert np.linalg.norm(values[name] - value) <= 1e-3 * np.linalg.norm(value) + 1e-7 * largest, name
