@@ -177,6 +177,27 @@ def test_data_that_does_not_fit_the_run(run: Path, tmp_path: Path) -> None:
     assert "train.mindrecord.db: missing" in result["findings"][0]["message"]
 
 
+def test_bare_doctor_looks_at_the_data(run: Path, tmp_path: Path) -> None:
+    """Without timing settings: files, tokens, waiting; what cannot be read is a finding among the others."""
+    import shutil
+
+    from mindferry.cli.doctor import _data
+
+    other = Path(shutil.copytree(run, tmp_path / "run"))
+    (other / "metrics.jsonl").unlink(missing_ok=True)
+    findings, text = _data(other)
+    assert findings == []
+    assert "tokens looked at" in text
+    metrics(other, 1.0, 3.0)
+    findings, text = _data(other)
+    assert [(item.id, item.severity) for item in findings] == [("data.waits", "problem")]
+    assert "a step waits 25.0% of its time" in text
+    (other / "data/train.mindrecord.db").unlink()
+    findings, text = _data(other)
+    assert [(item.id, item.severity) for item in findings] == [("mindrecord.no-index", "problem")]
+    assert "train.mindrecord.db: missing" in findings[0].message
+
+
 def test_step_times(tmp_path: Path) -> None:
     assert step_times(tmp_path / "none.jsonl") is None
     metrics(tmp_path, 1.0, 3.0)

@@ -173,7 +173,7 @@ def everything(
     run: Path | None = typer.Option(None, "--run", metavar="RUN", help="Look at this run, too."),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
-    """Run what applies: the machine; with --run also its last start, its run.yaml and its loss."""
+    """Run what applies: the machine; with --run also its last start, its run.yaml, its data and its loss."""
     return _everything(run)
 
 
@@ -201,7 +201,12 @@ def _everything(run: Path | None) -> Result:
         findings += [item for item in advice if item.severity == "problem"]
         checked.append("config")
         text.append(doctor_config.table(items))
-        if not any(item.severity == "problem" for item in findings):
+        items_of_data, line = _data(run)
+        findings += items_of_data
+        checked.append("data")
+        text.append(line)
+        # A model that waits is slow, which says nothing about its loss.
+        if not any(item.severity == "problem" and item.id != "data.waits" for item in findings):
             import tempfile
 
             from mindferry.diagnosis.loss import examine
@@ -212,6 +217,19 @@ def _everything(run: Path | None) -> Result:
             checked += [f"loss: {step.name}" for step in exam.steps]
             text.append(_loss_text(exam))
     return _verdict(findings, "\n\n".join(text), checked)
+
+
+def _data(run: Path) -> tuple[list[Finding], str]:
+    """The quick part of `doctor data`; data that cannot be read is a finding here, as the other checks go on."""
+    from mindferry.cli import doctor_data
+    from mindferry.errors import MindferryError
+
+    try:
+        return doctor_data.look(run)
+    except MindferryError as err:
+        return [
+            Finding(err.id or "data.unreadable", "problem", err.message, cause=err.cause, remedy=err.remedy)
+        ], "data: cannot be read"
 
 
 def register(app: typer.Typer) -> None:

@@ -154,6 +154,34 @@ def _text(times: StepTimes | None, timings: list[Timing], now: Settings, found: 
     return "\n".join(lines)
 
 
+def look(run: Path) -> tuple[list[Finding], str]:
+    """What `doctor data` can say in a moment: files, a sample of tokens, the waiting in metrics.jsonl.
+
+    Raises:
+        UsageError, MindferryError: the files do not fit run.yaml, or are damaged.
+    """
+    from mindferry.data.pipeline import step_times
+    from mindferry.targets import run_yaml
+    from mindferry.targets.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    found, findings = _sample(directory, run_yaml.read(directory.yaml))
+    text = f"data: {found.tokens:,} tokens looked at, {found.distinct:,} different"
+    text += f", {found.entropy_bits:.2f} bits a token"
+    times = step_times(directory.metrics)
+    if times is not None:
+        text += f"; a step waits {times.waits:.1%} of its time"
+        if times.waits > _WAITS:
+            message = (
+                f"the model waits for data: data_time {times.data_time * 1e3:.2f} ms of step_time "
+                f"{times.step_time * 1e3:.2f} ms, median of {times.steps} steps"
+            )
+            findings.append(
+                Finding("data.waits", "problem", message, remedy=f"mindferry doctor data {run} --write")
+            )
+    return findings, text
+
+
 @command("doctor data")
 def data(
     run: Path = typer.Argument(..., metavar="RUN", help="Directory made by migrate."),
