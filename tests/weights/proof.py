@@ -8,6 +8,7 @@ gradients carried over by the weight rules. Way back: every learned tensor, comp
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,6 +209,7 @@ def nanogpt() -> Row:
 
 def rows() -> list[Row]:
     """Everything the table states, measured now."""
+    from . import mcore_files
     from . import test_megatron as megatron
     from .test_other_formats import TestLitGPT, TestMindformersGPT2
 
@@ -237,6 +239,9 @@ def rows() -> list[Row]:
         lambda path, hf: megatron.write_megatron(path, hf, "llama", tp=2, pp=2, rows=80), "Megatron-LM", "llama",
     ))  # fmt: skip
     result.append(gpt2_road("Llama", TestLitGPT.write, "LitGPT", "llama"))
+    for release, packing in (("1.6", "[q, k, v], [gate, up]"), ("1.7", "by group, alternating")):
+        write = functools.partial(mcore_files.write, release=release)
+        result.append(gpt2_road(f"Llama, {packing}", write, f"mindformers {release} GPTModel", "llama"))
     return result
 
 
