@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from mindferry.diagnosis import tiny
 from mindferry.errors import UsageError
@@ -349,6 +350,73 @@ def test_the_command_says_what_it_found(tmp_path: Path) -> None:
     assert "no process was started" in done.stdout
     assert "model_config.num_query_groups 2 is no multiple of model_parallel 4" in done.stderr
     assert run_cli("rehearse", run, "--strategy", "dp=2,xp=2").returncode == 2
+
+
+FORGETFUL = """
+from mindferry.launching.rank import main
+from mindferry.rehearsal import cells, worker
+
+{forget}
+
+if __name__ == "__main__":
+    main(worker.work)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("forget", "grid", "options", "found"),
+    [
+        (
+            "cells.Norm.sums_over_tensor_group = lambda self: None",
+            "mp=2",
+            {"sequence": True},
+            {"rehearse.copies": "layernorm", "rehearse.gradient": "layernorm"},
+        ),
+        (
+            "from mindferry.rehearsal.wire import Wire; own = Wire.sum; "
+            "Wire.sum = lambda self, name, x: x if name == 'tied' else own(self, name, x)",
+            "pp=2",
+            {"offset": [1, 0]},
+            {"rehearse.copies": "embedding.word_embeddings.weight", "rehearse.checkpoint": "word_embeddings"},
+        ),
+        (
+            "from mindferry.rehearsal.wire import Wire; own = Wire.sum; "
+            "Wire.sum = lambda self, name, x: own(self, name, x) * (0.5 if name == 'data' else 1)",
+            "dp=2",
+            {},
+            {"rehearse.gradient": "embedding.word_embeddings.weight"},
+        ),
+    ],
+)
+def test_ranks_that_forget_a_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: str, grid: str, options: dict, found: dict
+) -> None:
+    """The check itself on trial: ranks that compute wrongly, with every shape right and every output, too."""
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL.format(forget=forget))
+    monkeypatch.setattr(session.worker, "__file__", str(script))
+    report = session.rehearse(make_plan(tmp_path / "run", SPECS["gpt2"], grid, **options), tmp_path / "out")
+    assert not report.good
+    said = [(finding.id, finding.message) for finding in report.findings]
+    for kind, name in found.items():
+        assert any(kind == id and name in message for id, message in said), said
+    if grid == "dp=2":
+        causes = {finding.cause for finding in report.findings if finding.id == "rehearse.gradient"}
+        assert "it is 0.5 times the right one, and data_parallel is 2: a sum over them is missing" in causes
+
+
+def test_the_strategy_of_another_yaml(tmp_path: Path) -> None:
+    """run.cluster.yaml states it; run.yaml does not."""
+    run = tiny.make_run(tmp_path / "run", spec=SPECS["gpt2"])
+    content = yaml.safe_load((run / "run.yaml").read_text())
+    content["parallel_config"] |= {"model_parallel": 2, "pipeline_stage": 3, "micro_batch_num": 6}
+    other = tmp_path / "run.cluster.yaml"
+    other.write_text(yaml.safe_dump(content))
+    made = plan.make(RunDirectory.open(run), plan.Options(yaml=other))
+    assert made.grid == parse_grid("mp=2,pp=3")
+    assert made.micro_batches == 6
+    assert plan.make(RunDirectory.open(run), plan.Options()).grid.ranks == 1
 
 
 @pytest.mark.long
