@@ -236,6 +236,26 @@ def test_hostile_records(line: str, tmp_path: Path) -> None:
     assert 2 in metrics.read(tmp_path / "metrics.jsonl").steps
 
 
+def test_case_27_the_rank_that_had_the_nan_is_named(tmp_path: Path) -> None:
+    """A mean of NaN says nothing about whose it was; each process records its own loss, too."""
+    (tmp_path / "logs").mkdir()
+    for rank, name in (
+        (0, "metrics.jsonl"),
+        (1, "logs/metrics.rank_1.jsonl"),
+        (2, "logs/metrics.rank_2.jsonl"),
+    ):
+        lines = [
+            {"step": 1, "loss": 4.0, "rank_loss": 4.0 + rank},
+            {"step": 2, "loss": "nan", "rank_loss": "nan" if rank == 1 else 4.0},
+            {"step": 3, "loss": "nan", "rank_loss": "nan"},
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
+    found = metrics.read(tmp_path / "metrics.jsonl")
+    assert found.bad_ranks == (1,)
+    step = examine_gradients({}, found)
+    assert "it is rank 1 whose own loss is no number first" in step.findings[0].message
+
+
 def test_case_27_first_nan_lies_between_two_records() -> None:
     found = from_records([record(2990, loss=3.8853), record(3000, loss=4.2490), record(3010, loss="nan")])
     broken = metrics.first_break(found)

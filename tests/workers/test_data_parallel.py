@@ -75,6 +75,7 @@ def test_two_processes_give_the_losses_of_one(single: Path, tmp_path: Path) -> N
     assert outcome.losses[STEPS] == pytest.approx(metrics(single)[-1]["loss"], rel=1e-5)
     mine, others = metrics(run), [json.loads(x) for x in (run / "logs/metrics.rank_1.jsonl").open()]
     for a, b in zip(mine, others, strict=True):
+        assert (a["rank_loss"] + b["rank_loss"]) / 2 == pytest.approx(a["loss"], rel=1e-5)
         assert [a[key] for key in ("loss", "grad_norm", "lr")] == [
             b[key] for key in ("loss", "grad_norm", "lr")
         ]

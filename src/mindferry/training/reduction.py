@@ -101,12 +101,14 @@ class Phases:
         wait: for the slowest process.
         reduce: averaging the gradients.
         reductions: how often in the step they were averaged.
+        loss: this process' own mean loss; a NaN that only one process has is in the others' next step.
     """
 
     compute: float = 0.0
     wait: float = 0.0
     reduce: float = 0.0
     reductions: int = 0
+    loss: float = 0.0
 
 
 class GradientExchange:
@@ -165,6 +167,8 @@ class GradientExchange:
 
     def sums(self, loss, weight):
         """Average the totals; returns loss and weight summed over processes, and the mean weight, each [1]."""
+        own, tokens = float(loss.asnumpy()[0]), float(weight.asnumpy()[0])
+        self._next.loss = own / tokens if tokens else 0.0
         stop = ms.Tensor([float(self.wants_to_stop)], ms.float32)
         met = self.meet(loss * 1.0, weight * 1.0, stop).asnumpy()
         self._next.wait += self._lap()

@@ -69,6 +69,17 @@ def _overflow(step: Step, content: Mapping[str, Any], metrics: Metrics) -> None:
     broken = first_break(metrics)
     if broken is not None:
         step.evidence["break"] = str(broken)
+        if metrics.bad_ranks:
+            names = ", ".join(map(str, metrics.bad_ranks))
+            step.add(
+                Finding(
+                    "loss.gradients.rank",
+                    "problem",
+                    f"{broken}: it is rank {names} whose own loss is no number first",
+                    cause="the average takes every rank along in the next step",
+                    remedy="look at that rank's share of the data, then at its machine",
+                )
+            )
     if not len(metrics):
         return
     length, start = longest_overflow(metrics)

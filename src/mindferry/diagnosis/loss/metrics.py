@@ -24,6 +24,7 @@ class Metrics:
         loss, lr, grad_norm, loss_scale: [N] float64; NaN where a line does not have it.
         overflow: [N] bool.
         bad_lines: lines that were no record.
+        bad_ranks: of several processes those whose own loss was no number at the first step where the mean is none.
     """
 
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -33,6 +34,7 @@ class Metrics:
     loss_scale: np.ndarray = field(default_factory=lambda: np.zeros(0))
     overflow: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     bad_lines: int = 0
+    bad_ranks: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -81,7 +83,29 @@ def read(path: Path) -> Metrics:
                 records.append(record)
             else:
                 bad += 1
-    return from_records(records, bad)
+    found = from_records(records, bad)
+    broken = first_break(found)
+    if broken is not None:
+        found.bad_ranks = _bad_ranks(path, broken.first_bad)
+    return found
+
+
+def _bad_ranks(path: Path, step: int) -> tuple[int, ...]:
+    """Ranks whose own loss is no number at `step`, where processes recorded it."""
+    bad = []
+    others = path.parent.glob("logs/metrics.rank_*.jsonl")
+    for file in (path, *(file for file in others if file.stem.rpartition("_")[2].isdecimal())):
+        with open(file, encoding="utf-8", errors="replace") as handle:
+            for line in handle:
+                try:
+                    record = json.loads(line[:100_000])
+                    here = record["step"] == step and "rank_loss" in record
+                except (ValueError, RecursionError, KeyError, TypeError):
+                    continue
+                if here and not math.isfinite(_number(record["rank_loss"])):
+                    bad.append(0 if file == path else int(file.stem.rpartition("_")[2]))
+                    break
+    return tuple(sorted(bad))
 
 
 @dataclass(frozen=True)
