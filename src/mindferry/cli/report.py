@@ -68,6 +68,9 @@ def _result(target: Path, size: int, subject: Any, rest: list[Any]) -> Result:
                     "verdict": pair.speed.verdict,
                     "ratio": pair.speed.ratio,
                     "noise": pair.speed.noise,
+                    "waiting_before": pair.waiting_before,
+                    "waiting_after": pair.waiting_after,
+                    "starves": pair.starves,
                 },
                 "memory": {"verdict": pair.memory, "before": pair.memory_before, "after": pair.memory_after},
                 "convergence": {

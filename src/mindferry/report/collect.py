@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,11 @@ class Subject:
 
 @dataclass
 class Dimensions:
-    """A run against an earlier one: step time, memory, convergence."""
+    """A run against an earlier one: step time, memory, convergence.
+
+    Attributes:
+        waiting_before, waiting_after: median seconds a step that waited for its data; NaN where not logged.
+    """
 
     before: Subject
     after: Subject
@@ -53,6 +58,13 @@ class Dimensions:
     memory_before: float
     memory_after: float
     convergence: convergence.Convergence
+    waiting_before: float = math.nan
+    waiting_after: float = math.nan
+
+    @property
+    def starves(self) -> bool:
+        """Whether the later run waits for its data for most of a step."""
+        return self.waiting_after > 0.5 * self.speed.candidate_median
 
 
 def _json_file(path: Path, subject: Subject, absent: str) -> dict[str, Any]:
@@ -194,10 +206,16 @@ def check_comparable(after: Subject, others: list[Subject], force: bool) -> list
     return notes
 
 
-def warm_step_times(curve: Curve) -> np.ndarray:
-    """Step times in seconds without the first steps, which compile: 3, or a third of a short run."""
-    times = curve["step_time"]
+def warm_step_times(curve: Curve, column: str = "step_time") -> np.ndarray:
+    """Step times (or another column) without the first steps, which compile: 3, or a third of a short run."""
+    times = curve[column]
     return times[min(3, len(times) // 3) :]
+
+
+def _waiting(curve: Curve) -> float:
+    times = warm_step_times(curve, "data_time")
+    times = times[np.isfinite(times)]
+    return float(np.median(times)) if len(times) else math.nan
 
 
 def peak_memory(curve: Curve) -> float:
@@ -218,4 +236,6 @@ def dimensions(before: Subject, after: Subject) -> Dimensions:
         memory.judge(*peaks),
         *peaks,
         convergence.compare(before.curve, after.curve),
+        _waiting(before.curve),
+        _waiting(after.curve),
     )
