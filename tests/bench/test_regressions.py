@@ -136,6 +136,7 @@ def test_recompute_off_is_more_memory_and_nothing_else(wide, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_twenty_real_comparisons_of_the_same_run(tiny, tmp_path):
     """A/A: one run on both sides, 20 stretches of 12 rounds, each judged as bench would; at most one false alarm."""
     tasks = {

@@ -173,6 +173,7 @@ def smooth(tiny, tmp_path_factory) -> RunDirectory:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_processes_and_sharding_are_real_trials(smooth, monkeypatch):
     """Two processes, then shared moments: measured in turns with what was kept before, on the losses of one."""
     names = ("parallel strategy", "optimizer-state sharding")
@@ -208,6 +209,7 @@ def test_wrong_keys(run):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(5400)
 def test_the_demo_run_ends_three_times_faster(tmp_path):
     from mindferry.demo import source
 
@@ -217,7 +219,7 @@ def test_the_demo_run_ends_three_times_faster(tmp_path):
                    "--seq-length", "128", "--batch-size", "4", "--steps", "100", "--learning-rate", "5e-4")  # fmt: skip
     assert made.returncode == 0, made.stderr
     run = RunDirectory(tmp_path / "run")
-    done = session.Session(run, session.Plan(16, 1500)).tune()
+    done = session.Session(run, session.Plan(16, 3600)).tune()
     result = next(record for record in done.records if record["decision"] == "result")
     assert result["ratio"] >= 3
     assert result["convergence"] == "same"
