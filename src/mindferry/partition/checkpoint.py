@@ -128,9 +128,9 @@ class Checkpoint:
             if name in store:
                 store.release(name)
 
-    def _owner(self, name: str, tensor: int, data: int = 0) -> SafetensorsStore:
-        stage = self.spread.stages.of(name)[0]
-        return self.stores[self.spread.grid.rank(stage, data, tensor)]
+    def _owner(self, name: str, tensor: int) -> SafetensorsStore:
+        """The first rank that has the share: the first replica's, unless copies were left out on saving."""
+        return next(store for store, _ in self._holders(name, tensor))
 
     def _read(self, name: str, tensor: int) -> np.ndarray:
         """The share of one tensor-parallel rank, after its copies and its checksum were looked at once."""
@@ -152,7 +152,7 @@ class Checkpoint:
                     "partition.json and give --config and --from if training wrote it",
                     id="partition.checksum",
                 )
-        for other, stage in self._copies(name, tensor):
+        for other, stage in self._holders(name, tensor):
             path = other.location(name)
             if path.samefile(at) or same_bits(other.read(name), array):
                 continue
@@ -168,15 +168,17 @@ class Checkpoint:
                     id="partition.copies-differ",
                 )
 
-    def _copies(self, name: str, tensor: int) -> Iterable[tuple[SafetensorsStore, int]]:
-        """Where else the same share lies: other replicas, other stages, other ranks for what is whole."""
+    def _holders(self, name: str, tensor: int) -> Iterable[tuple[SafetensorsStore, int]]:
+        """The ranks that have the same share, and their stages: replicas, stages of a tied table, and every
+        tensor-parallel rank for what is whole."""
         grid = self.spread.grid
         tensors = range(grid.model_parallel) if self.cut(name).dim is None else (tensor,)
         for stage in self.spread.stages.of(name):
             for data in range(grid.data_parallel):
                 for number in tensors:
-                    if (stage, data, number) != (self.spread.stages.of(name)[0], 0, tensor):
-                        yield self.stores[grid.rank(stage, data, number)], stage
+                    store = self.stores[grid.rank(stage, data, number)]
+                    if name in store:
+                        yield store, stage
 
     def check(self) -> None:
         """Names, shapes and types of every rank against the network and against each other, from headers alone.
@@ -187,13 +189,31 @@ class Checkpoint:
         everything = {name for store in self.stores for name in store.names()}
         moments = {name for name in everything if parameter_of(name) != name}
         for rank, store in enumerate(self.stores):
-            place = self.spread.grid.place(rank)
+            stage = self.spread.grid.place(rank).stage
             # A set would lose the order; a dict keeps it and is as quick to ask.
-            wanted = {n: None for n in (*self._known, *sorted(moments)) if self._belongs(n, place.stage)}
+            wanted = {n: None for n in (*self._known, *sorted(moments)) if self._belongs(n, stage)}
             self._check_names(rank, store, wanted)
-            for name in wanted:
-                self._check_tensor(store, name)
+        self._check_complete(moments)
+        for store in self.stores:
+            for name in store.names():
+                if parameter_of(name) in self._known:
+                    self._check_tensor(store, name)
         self._check_scalars(everything)
+
+    def _check_complete(self, moments: set[str]) -> None:
+        """Where copies were left out on saving (remove_redundancy), every share is still on some rank."""
+        ranks = range(self.spread.grid.model_parallel)
+        for name in (*self._known, *sorted(moments)):
+            if parameter_of(name) not in self._known:
+                continue
+            lost = [rank for rank in ranks if not any(True for _ in self._holders(name, rank))]
+            if lost:
+                raise MindferryError(
+                    f"{self.path}: {name}: no rank has share {lost[0]} of {len(ranks)}",
+                    cause="the files were written without redundancy, and one that is needed is missing",
+                    remedy="bring the files of all ranks",
+                    id="partition.missing-tensor",
+                )
 
     def _belongs(self, name: str, stage: int) -> bool:
         if parameter_of(name) not in self._known:
@@ -203,8 +223,9 @@ class Checkpoint:
     def _check_names(self, rank: int, store: SafetensorsStore, wanted: dict[str, None]) -> None:
         found = set(store.names())
         at = store.location(store.names()[0]) if found else self.path / f"rank_{rank}"
-        missing = [name for name in wanted if name not in found]
-        if missing:
+        stage = self.spread.grid.place(rank).stage
+        missing = [n for n in wanted if n not in found and self.spread.stages.of(n)[0] == stage]
+        if missing and not _without_copies(store):
             raise MindferryError(
                 f"{at}: rank {rank} lacks {len(missing)} tensors of its stage: {listing(missing)}",
                 cause=f"{self.spread.grid}, layers of the stages {self.spread.stages.counts()}",
@@ -250,7 +271,11 @@ class Checkpoint:
                 continue
             value = None
             for rank, store in enumerate(self.stores):
+                if name not in store and _without_copies(store):
+                    continue
                 found = store.read(name) if name in store else None
+                if value is None and rank and any(map(_without_copies, self.stores[:rank])):
+                    value = found
                 if rank and (found is None or value is None or not same_bits(found, value)):
                     raise MindferryError(
                         f"{self.path}: {name} is {_shown(value)} on rank 0 and {_shown(found)} on rank {rank}",
@@ -259,6 +284,11 @@ class Checkpoint:
                         id="partition.mixed-steps",
                     )
                 value = found
+
+
+def _without_copies(store: SafetensorsStore) -> bool:
+    """Saved with remove_redundancy: what another rank has, too, may be missing."""
+    return store.metadata.get("remove_redundancy") == "True"
 
 
 def _shown(value: np.ndarray | None) -> str:

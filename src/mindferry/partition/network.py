@@ -52,5 +52,12 @@ def read_network(path: Path, layout: TargetLayout | None = None) -> Network:
         )
     spec, packing = mindformers_mcore.read_network(file, layout)
     at = runfile.read(file, model=spec).layout
+    if at.pipeline_scheduler == "zero_bubble_v":
+        raise UsageError(
+            f"{file}: parallel.pipeline_config.pipeline_scheduler zero_bubble_v puts the head on the first stage and "
+            "folds the others, which is not handled here",
+            remedy="take 1f1b",
+            id="partition.scheduler",
+        )
     degrees = (at.data_parallel * max(at.context_parallel, 1), at.model_parallel, at.pipeline_stage)
     return Network(spec, packing, Grid(*degrees), at.offset, at.virtual, str(file))
