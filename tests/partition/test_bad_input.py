@@ -218,6 +218,29 @@ def test_a_manifest_that_lies_about_the_layers(cut: Path) -> None:
     refused(cut, "are not what offset 0 gives")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t["model"].update(num_layers=10**9), "1000000000 layers and"),
+        (
+            lambda t: t["grid"].update(data_parallel=60000, model_parallel=2, pipeline_stage=2),
+            "ranks are missing",
+        ),
+        (lambda t: t["grid"].update(model_parallel=10**9), "cannot be read"),
+        (lambda t: t["tensors"].pop("global_step"), "there and not listed: global_step"),
+        (lambda t: t.update(vocab_rows=49), "vocab_size 49"),
+        (lambda t: t.update(vocab_rows=48), "found .25, 16., expected .24, 16."),
+        (lambda t: t.update(file_suffix="../../x"), "no step is there"),
+        (lambda t: t.update(offset={"a": 1}), "offset"),
+    ],
+)
+def test_manifests_that_lie(cut: Path, change: Callable[[dict[str, object]], None], words: str) -> None:
+    tree = json.loads((cut / "partition.json").read_text())
+    change(tree)
+    (cut / "partition.json").write_text(json.dumps(tree))
+    refused(cut, words)
+
+
 def test_what_must_be_said(origin: Path, cut: Path) -> None:
     refused(origin / "whole", "tensors alone do not say", UsageError)
     refused(origin / "whole", "--from says dp=2", UsageError, grid=GRID, config=origin / "run.yaml")

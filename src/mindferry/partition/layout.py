@@ -20,6 +20,7 @@ from mindferry.spec import ModelSpec
 from mindferry.weights.target import target_names
 
 MAX_RANKS = 1 << 16
+MAX_LAYERS = 100_000  # every layer's parameters are spelled out; a damaged file must not make that endless
 _NAMES = {"dp": "data_parallel", "mp": "model_parallel", "pp": "pipeline_stage"}
 _ALIASES = {"tp": "mp", "data_parallel": "dp", "model_parallel": "mp", "pipeline_stage": "pp"}
 
@@ -220,6 +221,8 @@ def check_model(spec: ModelSpec, grid: Grid, offset: Any = 0, virtual: int = 1) 
     Raises:
         UsageError: the first size that does not divide, with its key.
     """
+    if spec.num_layers > MAX_LAYERS:
+        raise UsageError(f"num_layers {spec.num_layers}: the limit is {MAX_LAYERS}", id="partition.layers")
     keys = [key for name in target_names(spec) for key in rule_of(name).keys]
     check_keys(tuple(dict.fromkeys(keys)), spec, grid.model_parallel)
     return stages_of(spec, grid.pipeline_stage, offset, virtual)

@@ -198,6 +198,12 @@ def _open_ours(path: Path, asked: Asked) -> Opened:
         "interleaved" if said.use_interleaved_weight_layout_mlp else "concatenated",
     )
     padded = said.model.model_copy(update={"vocab_size": said.vocab_rows})
+    if said.model.num_layers > len(said.tensors):
+        raise MindferryError(
+            f"{path / manifests.NAME}: {said.model.num_layers} layers and {len(said.tensors)} tensors",
+            remedy="cut the checkpoint again",
+            id="partition.manifest",
+        )
     stages = check_model(padded, grid, said.offset, said.pp_interleave_num)
     if stages.layers != said.layers:
         raise MindferryError(

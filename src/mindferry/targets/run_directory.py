@@ -61,6 +61,11 @@ class RunDirectory:
         run = cls(root.resolve())
         if not run.root.is_dir():
             raise UsageError(f"{root}: no such directory", remedy="make a run with `mindferry migrate`")
+        if not run.yaml.is_file() and (run.root / "gpt2.yaml").is_file():
+            raise UsageError(
+                f"{root}: a run for mindformers 1.3.2 (gpt2.yaml), which cannot be run here",
+                remedy="start it with that release; here, give a run of the same source for today's mindformers",
+            )
         if not run.yaml.is_file():
             raise UsageError(
                 f"{root}: no run.yaml in it", remedy="give a directory made by `mindferry migrate`"
