@@ -79,8 +79,8 @@ def mindspore_side(model: str, shape: str, dtype: str, layer_spec: str, recomput
         {"order_params": params},
     ]
     if fused:
-        from mindferry.layers.fused_step import FusedAdamW as Optimizer
-        from mindferry.layers.fused_step import FusedTrainOneStepCell as StepCell
+        from mindferry.training.kernel_step import KernelAdamW as Optimizer
+        from mindferry.training.kernel_step import KernelTrainOneStepCell as StepCell
     else:
         from mindformers.core.optim.adamw import AdamW as Optimizer
 

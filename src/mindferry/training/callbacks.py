@@ -36,7 +36,8 @@ class StepMetrics(Callback):
     data_time is the wait for the batch, compute_time the step on the device until its results are read;
     step_time is from the end of the step before, callbacks included. On several processes compute_time consists
     of forward_backward_time, wait_time (for the slowest process), reduce_time (the gradients, `reductions` times)
-    and the update; `tokens` and `rank_loss` are this process' own; loss is the mean over all, tokens_per_second the sum.
+    and the update; `tokens` and `rank_loss` are this process' own; loss is the mean over all, tokens_per_second
+    the sum.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 def quiet(log_dir: Path) -> None:
@@ -56,7 +57,40 @@ PORTABLE_WRAPPERS = {
 SAME_STEP = ("TrainOneStepCell", "TrainOneStepWithLossScaleCell")
 
 # Wrappers that take micro_batches and per_token_loss.
-ACCUMULATING_WRAPPERS = ("PortableTrainOneStepCell", "AccumulatingTrainOneStepCell")
+ACCUMULATING_WRAPPERS = (
+    "PortableTrainOneStepCell",
+    "AccumulatingTrainOneStepCell",
+    "KernelTrainOneStepCell",
+)
+
+# With layer_spec fused: wrapper and optimizer -> those on our kernels, and the optimizer's arguments.
+KERNEL_WRAPPERS = {"PortableTrainOneStepCell": "KernelTrainOneStepCell"}
+KERNEL_OPTIMIZERS = {
+    "AdamW": {"type": "KernelAdamW"},
+    "AdamWDecayAll": {"type": "KernelAdamW", "decay_all": True},
+}
+
+
+def kernel_step(content: dict[str, Any]) -> None:
+    """Take the step on our kernels where layer_spec fused asks for it and they work; changes `content`.
+
+    States and checkpoints are the same. The fused layers fall back to portable ones with a reason of their own;
+    this needs the kernels alone, whatever the model is.
+    """
+    wrapper, optimizer = content["runner_wrapper"], content["optimizer"]
+    config = content["model"]["model_config"]
+    fused = config.get("layer_spec") == "fused" and config.get("param_init_type", "float32") == "float32"
+    if not fused or wrapper["type"] not in KERNEL_WRAPPERS or optimizer["type"] not in KERNEL_OPTIMIZERS:
+        return
+    from mindferry import kernels
+
+    if not kernels.state().usable:
+        return
+    import mindferry.training.kernel_step  # noqa: F401 - registers them
+
+    wrapper["type"] = KERNEL_WRAPPERS[wrapper["type"]]
+    optimizer.update(KERNEL_OPTIMIZERS[optimizer["type"]])
+    optimizer.pop("use_fused", None)
 
 
 def register_wrappers() -> None:

@@ -156,6 +156,7 @@ def _engine_config(content: dict[str, Any], run: RunDirectory, rank: int = 0) ->
                 id="wrapper.unknown",
             )
         content["runner_wrapper"]["type"] = compat.PORTABLE_WRAPPERS[wrapper]
+        compat.kernel_step(content)
         content["context"].pop("max_device_memory", None)
         # Anything but a mapping keeps mindformers from binding MindSpore's threads (see compat).
         content["context"].setdefault("affinity_cpu_list", [])

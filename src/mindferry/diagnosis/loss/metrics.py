@@ -60,7 +60,9 @@ def from_records(records: Iterable[Mapping[str, Any]], bad_lines: int = 0) -> Me
         else:
             bad_lines += 1
     steps = sorted(by_step)
-    columns = {name: np.array([_number(by_step[s].get(name)) for s in steps]) for name in _FIELDS}
+    columns: dict[str, Any] = {
+        name: np.array([_number(by_step[s].get(name)) for s in steps]) for name in _FIELDS
+    }
     overflow = np.array([by_step[s].get("overflow") is True for s in steps], bool)
     return Metrics(np.array(steps, np.int64), **columns, overflow=overflow, bad_lines=bad_lines)
 
