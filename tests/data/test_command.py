@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mindferry.data import open_megatron
-from mindferry.data.statistics import token_statistics
+from mindferry.data.statistics import judge, token_statistics
 
 from .conftest import help_texts
 from .test_mindrecord import write
@@ -140,3 +140,20 @@ def test_statistics_by_hand() -> None:
     assert token_statistics(tokens).repeated_share == pytest.approx(69 / 569)
     empty: Any = token_statistics(np.empty(0, np.int64))
     assert empty.tokens == 0
+
+
+def test_padding_and_unknown_tokens_are_said(tmp_path: Path) -> None:
+    """Three documents of one word in rows of 16: 3 of 16 positions a row hold a token with a label."""
+    corpus = write(tmp_path / "c", {f"{i}.txt": "abc" for i in range(3)})
+    words = ["data", "build", corpus, "--out", tmp_path / "o", "--tokenizer", "bytes", "--seq-length", "16"]
+    assert run(*words, "--packing", "pad").returncode == 0
+    done = run("data", "show", tmp_path / "o/train.mindrecord", "--json")
+    answer = json.loads(done.stdout)
+    assert answer["statistics"]["padding_share"] == 13 / 16
+    assert "data.padding" in [item["id"] for item in answer["findings"]]
+    found = token_statistics(np.asarray([5, 0, 7, 0]), 10, unknown_token_id=0)
+    assert [item.id for item in judge(found, "x", 10)] == ["data.unknown"]
+    assert "50.0% of the tokens are the unknown one" in judge(found, "x", 10)[0].message
+    assert [(i.id, i.severity) for i in judge(token_statistics(np.asarray([5, 10]), 10), "x", 10)] == [
+        ("data.token-range", "problem")
+    ]

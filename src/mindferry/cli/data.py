@@ -18,11 +18,6 @@ BUILD_EXAMPLE = "Example: mindferry data build corpus/ --tokenizer gpt2/ --out d
 USE_EXAMPLE = "Example: mindferry data use run/ 0.7 books/train 0.3 code/train --seed 1234"
 SHOW_EXAMPLE = "Example: mindferry data show data/train.mindrecord --tokenizer gpt2/"
 
-# Below this entropy of single tokens, text repeats itself or is no text.
-_LOW_ENTROPY_BITS = 5.0
-
-_MANY_REPEATED = 0.2
-
 
 def _load(tokenizer: str) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer of a directory (or "bytes"), and the directory's config.json where it has one."""
@@ -162,7 +157,7 @@ def show(
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> Result:
     """Check a token file and look at a sample of a million tokens. Exit code 1: something is wrong with it."""
-    from mindferry.data.statistics import sample_tokens, token_statistics
+    from mindferry.data.statistics import judge, padding_share, sample_tokens, token_statistics
 
     loaded, config = _load(tokenizer) if tokenizer else (None, {})
     if vocab_size is None:
@@ -175,31 +170,16 @@ def show(
         eod_token_id=_whole(config, "eos_token_id"),
         unknown_token_id=unknown,
     )
-    findings = []
-    if found.out_of_range:
-        findings.append(
-            Finding(
-                "data.token-range",
-                "problem",
-                f"{path}: {found.out_of_range} of {found.tokens} tokens are not below {vocab_size} "
-                f"(largest {found.largest})",
-                cause="another tokenizer, or ids read in the wrong width",
-                remedy="check --raw-dtype and --tokenizer, or build the data again",
-            )
-        )
-    if found.entropy_bits < _LOW_ENTROPY_BITS and found.tokens > 10_000:
-        text = f"{path}: single tokens carry {found.entropy_bits:.1f} bits, text has about 10"
-        findings.append(
-            Finding("data.entropy", "warning", text, cause="the text repeats itself, or is no text")
-        )
-    if found.repeated_share > _MANY_REPEATED:
-        text = f"{path}: {found.repeated_share:.0%} of the windows of 32 tokens were there before"
-        findings.append(Finding("data.repeated", "warning", text, remedy="remove duplicated documents"))
+    if path.name.endswith(".mindrecord"):
+        found.padding_share = padding_share(path)
+    findings = judge(found, path, vocab_size)
     bad = any(finding.severity == "problem" for finding in findings)
     lines = [
         f"{found.tokens:,} tokens looked at: {found.distinct:,} different, largest {found.largest}, "
         f"{found.entropy_bits:.2f} bits a token, {found.repeated_share:.1%} repeated"
     ]
+    if found.padding_share is not None:
+        lines.append(f"{found.padding_share:.1%} of the positions of its first rows are padding")
     if found.tokens_per_document:
         lines.append(f"a document has {found.tokens_per_document:.0f} tokens on average")
     for token, share, text in found.common:

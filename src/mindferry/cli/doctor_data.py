@@ -58,8 +58,10 @@ def _tokens(run: RunDirectory, content: dict[str, Any]) -> tuple[Path, Any]:
 
 def _sample(run: RunDirectory, content: dict[str, Any]) -> tuple[TokenStatistics, list[Finding]]:
     from mindferry.data import load_tokenizer, token_statistics
+    from mindferry.data.statistics import judge, padding_share
     from mindferry.data.tokenizer import FILE_NAMES
     from mindferry.errors import MindferryError
+    from mindferry.training import data_source
 
     model = content["model"]["model_config"]
     path, tokens = _tokens(run, content)
@@ -76,19 +78,9 @@ def _sample(run: RunDirectory, content: dict[str, Any]) -> tuple[TokenStatistics
         eod_token_id=model.get("eos_token_id"),
         unknown_token_id=tokenizer.token_to_id("<unk>") if tokenizer else None,
     )
-    findings = []
-    if found.out_of_range:
-        text = f"{path}: {found.out_of_range} of {found.tokens} tokens are not below vocab_size {model['vocab_size']}"
-        findings.append(
-            Finding("data.token-range", "problem", text, remedy="build the data with the model's tokenizer")
-        )
-    if found.repeated_share > 0.2:
-        text = f"{path}: {found.repeated_share:.0%} of the windows of 32 tokens were there before"
-        findings.append(Finding("data.repeated", "warning", text, remedy="remove duplicated documents"))
-    if found.tokens > 10_000 and found.entropy_bits < 5.0:
-        text = f"{path}: single tokens carry {found.entropy_bits:.1f} bits, text has about 10"
-        findings.append(Finding("data.entropy", "warning", text, cause="it repeats itself, or is no text"))
-    return found, findings
+    if not data_source.is_megatron(content):
+        found.padding_share = padding_share(path, _SAMPLE_ROWS)
+    return found, judge(found, path, model.get("vocab_size"))
 
 
 def _waiting(times: StepTimes | None, now: Timing, best: Timing) -> list[Finding]:
@@ -148,6 +140,7 @@ def _text(times: StepTimes | None, timings: list[Timing], now: Settings, found: 
     lines.append(
         f"{found.tokens:,} tokens looked at: {found.distinct:,} different, {found.entropy_bits:.2f} bits a token, "
         f"{found.repeated_share:.1%} repeated"
+        + (f", {found.padding_share:.1%} padding" if found.padding_share else "")
     )
     if found.text:
         lines.append(f"begins: {found.text!r}")

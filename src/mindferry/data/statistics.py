@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindferry.data.inputs import Reading, Source, find_sources, pieces
+from mindferry.data.mindrecord import inspect_mindrecord
+from mindferry.data.mindrecord_rows import integer_rows
 from mindferry.data.tokenizer import Tokenizer
 from mindferry.errors import UsageError
+from mindferry.findings import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# Below this entropy of single tokens, text repeats itself or is no text.
+_LOW_ENTROPY_BITS = 5.0
+
+# What is worth a word: repeated windows, padding, unknown tokens.
+_MANY_REPEATED, _MUCH_PADDING, _MANY_UNKNOWN = 0.2, 0.5, 0.01
 
 # Tokens of the sample that are shown as text.
 _SHOWN = 64
@@ -36,6 +46,7 @@ class TokenStatistics:
         repeated_share: share of the windows of 32 tokens, one at every token, that occurred before in the sample:
             duplicated text, wherever it begins.
         eod_share, unknown_share: share of the end-of-document and of the unknown token; None: not known which it is.
+        padding_share: share of the positions of its rows that hold no token (loss_mask 0); None: no rows of ours.
         tokens_per_document: mean distance of end-of-document tokens.
         common: the ten most frequent ids as (id, share, text).
         text: the first tokens, decoded.
@@ -49,6 +60,7 @@ class TokenStatistics:
     repeated_share: float = 0.0
     eod_share: float | None = None
     unknown_share: float | None = None
+    padding_share: float | None = None
     tokens_per_document: float | None = None
     common: list[tuple[int, float, str]] = field(default_factory=list)
     text: str = ""
@@ -122,6 +134,45 @@ def token_statistics(
         result.common.append((token, float(shares[i]), text))
     result.text = _text(tokenizer, tokens[:_SHOWN].tolist())
     return result
+
+
+def padding_share(path: Path, limit: int = 256) -> float | None:
+    """Share of the positions of the first `limit` rows that are padding; None: `path` has no column loss_mask."""
+    if not path.is_file() or "loss_mask" not in inspect_mindrecord(path).columns:
+        return None
+    rows = itertools.islice(integer_rows(path, ["loss_mask"]), limit)
+    masks = [row["loss_mask"] for row in rows]
+    return float(1.0 - np.concatenate(masks).astype(bool).mean()) if masks else None
+
+
+def judge(found: TokenStatistics, where: object, vocab_size: int | None) -> list[Finding]:
+    """What a person should know of the sample `found` of `where`."""
+    findings = []
+
+    def warn(name: str, text: str, **more: str) -> None:
+        findings.append(Finding(f"data.{name}", "warning", f"{where}: {text}", **more))
+
+    if found.out_of_range:
+        text = (
+            f"{where}: {found.out_of_range} of {found.tokens} tokens are not below vocab_size {vocab_size} "
+            f"(largest {found.largest})"
+        )
+        cause = "another tokenizer than the model's, or ids read in the wrong width"
+        remedy = "build the data with the model's tokenizer; for a .bin without .idx state --raw-dtype"
+        findings.append(Finding("data.token-range", "problem", text, cause=cause, remedy=remedy))
+    if found.tokens > 10_000 and found.entropy_bits < _LOW_ENTROPY_BITS:
+        text = f"single tokens carry {found.entropy_bits:.1f} bits, text has about 10"
+        warn("entropy", text, cause="the text repeats itself, or is no text")
+    if found.repeated_share > _MANY_REPEATED:
+        text = f"{found.repeated_share:.0%} of the windows of 32 tokens were there before"
+        warn("repeated", text, remedy="remove duplicated documents")
+    if (found.unknown_share or 0) > _MANY_UNKNOWN:
+        text = f"{found.unknown_share:.1%} of the tokens are the unknown one"
+        warn("unknown", text, remedy="use a tokenizer that covers the text (byte-level, byte fallback)")
+    if (found.padding_share or 0) > _MUCH_PADDING:
+        text = f"{found.padding_share:.0%} of the positions are padding: computed on, and not trained on"
+        warn("padding", text, remedy="build it with --packing pack, or a shorter --seq-length")
+    return findings
 
 
 def _text(tokenizer: Tokenizer | None, ids: list[int]) -> str:
