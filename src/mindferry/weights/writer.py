@@ -6,12 +6,12 @@ and does not fsync; a checkpoint must be readable by the group and survive a pow
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,8 @@ import numpy as np
 
 from mindferry.errors import MindferryError
 from mindferry.targets.run_directory import sync_directory
-from mindferry.weights.dtypes import cast, count_not_finite
+from mindferry.weights.outlet import Outlet
 from mindferry.weights.tensor_store import SAFETENSORS_DTYPE, Shape
-
-_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -147,53 +145,40 @@ def _write_file(
         position += item.nbytes
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    digests = {}
+    digests: dict[str, str] = {}
+    # Written, and perhaps still being hashed: what `done` gives back must not be needed any more.
+    written: deque[tuple[Item, Future[str], int]] = deque()
+
+    def settle() -> None:
+        item, digest, not_finite = written.popleft()
+        digests[item.name] = digest.result()
+        item.done(not_finite)
+
     with open(_partial(path), "wb", buffering=0) as handle:
-        _write_all(handle, len(header).to_bytes(8, "little") + header)
-        for item in items:
-            array = item.make()
-            if array.shape != item.shape:
-                raise AssertionError(f"{item.name}: made {array.shape}, planned {item.shape}")
-            digests[item.name], not_finite = _write_array(handle, array, item.dtype)
-            del array
-            item.done(not_finite)
-            if progress is not None:
-                progress(item.nbytes, item.name)
+        with Outlet(handle) as outlet:
+            outlet.put(
+                np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), np.dtype(np.uint8)
+            )
+            for item in items:
+                array = item.make()
+                if array.shape != item.shape:
+                    raise AssertionError(f"{item.name}: made {array.shape}, planned {item.shape}")
+                written.append((item, *outlet.put(array, item.dtype)))
+                del array
+                if progress is not None:
+                    progress(item.nbytes, item.name)
+                while written and written[0][1].done():
+                    settle()
+        while written:
+            settle()
         os.fsync(handle.fileno())
     os.replace(_partial(path), path)
     return digests
 
 
-def _write_array(handle: Any, array: np.ndarray, dtype: np.dtype[Any]) -> tuple[str, int]:
-    """Cast, check, hash and write `array` in blocks that stay in the cache.
-
-    Returns:
-        (sha256 of the bytes written, number of values that are NaN or infinite).
-    """
-    flat = np.ascontiguousarray(array).reshape(-1)
-    count = _BLOCK_BYTES // dtype.itemsize
-    digest, not_finite = hashlib.sha256(), 0
-    # Hashing and writing both let go of the interpreter lock: a second core hashes while this one writes.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        for start in range(0, flat.size, count):
-            block = cast(flat[start : start + count], dtype)
-            data = memoryview(block.view(np.uint8))  # type: ignore[arg-type]
-            hashed = pool.submit(digest.update, data)
-            not_finite += count_not_finite(block)
-            _write_all(handle, data)
-            hashed.result()
-    return digest.hexdigest(), not_finite
-
-
-def _write_all(handle: Any, data: Any) -> None:
-    """Raw file objects may write less than asked for."""
-    view = memoryview(data)
-    while view:
-        view = view[handle.write(view) :]
-
-
 def _write_bytes(path: Path, data: bytes) -> None:
-    with open(_partial(path), "wb", buffering=0) as handle:
-        _write_all(handle, data)
+    with open(_partial(path), "wb") as handle:
+        handle.write(data)
+        handle.flush()
         os.fsync(handle.fileno())
     os.replace(_partial(path), path)
