@@ -16,12 +16,12 @@ ROW, NAME_WIDTH = 22, 210
 
 
 def _positive(value: Any) -> float:
-    """A finite number above 0, else NaN."""
+    """A number above 0 that any machine could have (1e-30 to 1e30), else NaN."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-    return number if math.isfinite(number) and number > 0 else math.nan
+    return number if 1e-30 < number < 1e30 else math.nan
 
 
 @dataclass(frozen=True)
