@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,6 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(base: Path, tmp_path: Path) -> Path:
     """A copy, moved: its paths are relative."""
-    import shutil
-
     return Path(shutil.copytree(base, tmp_path / "moved"))
 
 
@@ -87,8 +86,6 @@ def expected_tokens(run: Path, count: int) -> np.ndarray:
 
 
 def test_every_batch_is_megatrons_and_resume_goes_on_with_the_next(run: Path, tmp_path: Path) -> None:
-    import shutil
-
     broken = Path(shutil.copytree(run, tmp_path / "broken"))
     seen: dict[int, tuple[np.ndarray, ...]] = {}
 
@@ -179,12 +176,19 @@ def test_data_use_writes_the_block(run: Path, corpus: Path, tmp_path: Path) -> N
     content["train_dataset"]["prefetch_size"] = 3
     (run / "run.yaml").write_text(run_yaml.dump(content) + "# the last word\n", encoding="utf-8")
     before = run_yaml.load_yaml(run / "run.yaml")
-    a, b = run / "data/a/train", run / "data/b/train"
+    a, b = run / "data/a/train", run.parent / "b"
+    for end in (".bin", ".idx"):
+        shutil.copy(run / f"data/b/train{end}", b.with_suffix(end))
     done = run_cli("data", "use", run, "3", a, "1", f"{b}.bin", "--seed", str(SEED), "--json")
     assert done.returncode == 0, done.stderr
     after = run_yaml.read(run / "run.yaml")
     loader = after["train_dataset"]["data_loader"]
-    assert loader["config"]["data_path"] == ["0.75", str(a.resolve()), "0.25", str(b.resolve())]
+    assert loader["config"]["data_path"] == [
+        "0.75",
+        "./data/a/train",
+        "0.25",
+        str(b.resolve()),
+    ]  # inside RUN it moves with it
     assert loader["sizes"] == [STEPS * BATCH, 0, 0]
     assert (loader["config"]["seed"], after["train_dataset"]["prefetch_size"]) == (SEED, 3)
     assert json.loads(done.stdout)["train_dataset"]["data_loader"]["sizes"] == [STEPS * BATCH, 0, 0]
@@ -246,8 +250,6 @@ def test_doctor_and_verify_take_megatron_files(run: Path) -> None:
 
 def test_two_workers_read_the_same_samples(run: Path, tmp_path: Path) -> None:
     """Sharded by rank: rank r reads samples r, r + 2, ...; the batch of a step stays the same set."""
-    import shutil
-
     shared = Path(shutil.copytree(run, tmp_path / "shared"))
     train(RunDirectory.open(run), Options(steps=6))
     done = run_cli("train", shared, "--steps", "6", "--workers", "2")

@@ -260,9 +260,14 @@ def use(
             check_vocabulary(prefix, model["vocab_size"], bar.advance)
     for key in ("num_parallel_workers", "prefetch_size"):
         block[key] = content["train_dataset"][key]
+    loader = block["data_loader"]
+    root = str(directory.root.resolve()) + "/"
+    loader["config"]["data_path"] = [
+        f"./{word.removeprefix(root)}" if word.startswith(root) else word
+        for word in loader["config"]["data_path"]
+    ]  # what lies inside RUN moves with it
     with edited(directory.yaml) as text:
         text["train_dataset"] = block
-    loader = block["data_loader"]
     return Result(
         extra={"run": str(directory.root), "train_dataset": block},
         text=f"{directory.yaml}\n  train_dataset: {', '.join(map(str, loader['config']['data_path']))}\n"
