@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -15,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mindferry.data import open_megatron, sample_tokens
 from mindferry.data.megatron import DTYPES, MegatronWriter
+from mindferry.data.packing import plan, rows
 from mindferry.errors import MindferryError, UsageError
 
 from .test_megatron import index_bytes
@@ -371,3 +375,35 @@ def test_dataset_splits(tmp_path: Path) -> None:
     (tmp_path / "d/test/state.json").write_text(json.dumps(state))
     with pytest.raises(MindferryError, match="lists no data files"):
         build(tmp_path / "d/test", tmp_path / "p")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), seq_length=st.integers(1, 17))
+def test_every_pair_is_trained_once(tmp_path: Path, lengths: list[int], seq_length: int) -> None:
+    """Packed: every adjacent pair of the stream but those left over; padded: every pair inside a document."""
+    ids = np.arange(1, sum(lengths) + 1)  # each token names its place, so pairs can be counted
+    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    writer = MegatronWriter(tmp_path, "d", np.uint16)
+    for part in parts:
+        writer.add(part)
+        writer.end_document()
+    writer.finish(tmp_path / "d")
+    data = open_megatron(tmp_path / "d")
+    for packing, wanted in (
+        ("pack", [(int(i), int(i) + 1) for i in ids[:-1]]),
+        ("pad", [(int(a), int(b)) for part in parts for a, b in itertools.pairwise(part)]),
+    ):
+        counted = plan(data, seq_length, packing)
+        made = list(rows(data, seq_length, packing, 0))
+        assert len(made) == counted.rows
+        pairs = []
+        for inputs, labels, mask in made:
+            assert len(inputs) == len(labels) == len(mask) == seq_length
+            pairs += [(int(i), int(t)) for i, t, m in zip(inputs, labels, mask, strict=True) if m]
+        left = counted.leftover_tokens if packing == "pack" else 0
+        if packing == "pack" and not made:
+            assert len(ids) <= seq_length
+            wanted = []
+        elif left:
+            wanted = wanted[:-left]
+        assert pairs == wanted
