@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mindferry.partition.layout import Grid
 from mindferry.partition.opening import Asked
@@ -16,7 +16,7 @@ from mindferry.partition.reshard import Wanted, reshard
 from mindferry.spec import ModelSpec
 
 from ..support import gpt2_spec
-from .making import same, tensors_of, write_whole, write_yaml
+from .making import read_whole, same, tensors_of, write_whole, write_yaml
 
 # MindSpore counts the axes of its device matrix [dp, mp] from the right: 0 is mp, -1 is not cut.
 MP, NOT = 0, -1
@@ -95,6 +95,53 @@ def test_mindspore_unifies_the_ranks_to_the_whole(
     cut_ones = made.keys() - {"global_step"}
     assert same({name: found[name] for name in cut_ones}, {name: made[name] for name in cut_ones})
     assert np.asarray(found["global_step"]).reshape(-1).tolist() == [12]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_shared_out_optimizers_are_merged_as_mindspore_merges_them(
+    spec: ModelSpec, made: dict[str, np.ndarray], tmp_path: Path, count: int
+) -> None:
+    """dp 4, mp 2: each replica's file has its piece of a share; MindSpore's merge and ours find the same whole."""
+    import mindspore as ms
+
+    config = write_yaml(tmp_path / "run.yaml", spec, data_parallel=4, model_parallel=2, pipeline_stage=1)
+    write_whole(tmp_path / "whole", made)
+    reshard(tmp_path / "whole", tmp_path / "cut", Asked(config=config), Wanted(Grid(4, 2, 1)))
+    (tmp_path / "cut" / "partition.json").unlink()
+    items = {}
+    for rank in range(8):
+        (path,) = (tmp_path / "cut" / f"rank_{rank}").glob("*.safetensors")
+        tensors = load_file(path)
+        path.unlink()  # a hard link: writing would change the other replicas
+        for name, array in tensors.items():
+            shares = name in made and array.ndim > 0 and array.shape[0] % count == 0
+            cut_by_mp = name in made and MP in tensor_map(name, made[name])
+            replica = rank // 2 if cut_by_mp else rank
+            if shares:
+                tensors[name] = np.split(array, count)[replica % count].copy()
+            if name in made and name != "global_step":
+                items[f"0-{name}"] = {
+                    "field": 0,
+                    "opt_weight_shard_size": count if shares else 0,
+                    "opt_weight_shard_step": (2 if cut_by_mp else 1) if shares else 0,
+                    "dev_matrix": [4, 2],
+                    "tensor_map": tensor_map(name, made[name]),
+                    "param_split_shape": [],
+                    "indices_offset": [],
+                }
+        save_file(tensors, path)
+    strategy = tmp_path / "strategy.json"
+    strategy.write_text(json.dumps({"parallel_strategy_item": {}, "parallel_layout_item": items}))
+    ms.parallel.unified_safetensors(str(tmp_path / "cut"), str(strategy), str(tmp_path / "unified"))
+    theirs: dict[str, np.ndarray] = {}
+    for path in (tmp_path / "unified").glob("*.safetensors"):
+        theirs |= load_file(path)
+    report = reshard(tmp_path / "cut", tmp_path / "merged", Asked(config=config), Wanted(Grid()))
+    ours = read_whole(tmp_path / "merged")
+    names = made.keys() - {"global_step"}
+    assert same({name: theirs[name] for name in names}, {name: made[name] for name in names})
+    assert same({name: ours[name] for name in names}, {name: made[name] for name in names})
+    assert any("shared out over the replicas" in text for text in report.warnings)
 
 
 def test_mindspore_loads_a_rank(cut: Path) -> None:

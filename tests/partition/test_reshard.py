@@ -193,17 +193,13 @@ def test_nan_payloads_and_signed_zeros_survive(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_memory_stays_at_one_tensor(tmp_path: Path) -> None:
-    """0.6 GB are cut and merged by processes whose memory grows by little more than the largest tensor (33 MB)."""
+    """0.87 GB, the largest tensor 34 MB: a third of it and less is in memory, Python and its libraries included."""
     spec = spec_for(hidden_size=1024, vocab_size=8192, ffn_hidden_size=4096, num_layers=16)
     config = write_yaml(tmp_path / "run.yaml", spec)
     write_whole(tmp_path / "whole", tensors_of(spec, moments=False))
     common = ("reshard", "--config", config, "--to")
-    idle = peak("--help")
-    cutting = peak(*common, "dp=2,mp=2,pp=2", tmp_path / "whole", "--out", tmp_path / "cut")
-    merging = peak("reshard", tmp_path / "cut", "--to", "dp=1", "--out", tmp_path / "back")
-    largest = 8192 * 1024 * 4
-    assert cutting - idle < 4 * largest
-    assert merging - idle < 6 * largest
+    assert peak(*common, "dp=2,mp=2,pp=2", tmp_path / "whole", "--out", tmp_path / "cut") < 0.25e9
+    assert peak("reshard", tmp_path / "cut", "--to", "dp=1", "--out", tmp_path / "back") < 0.3e9
 
 
 def peak(*arguments: str | Path) -> int:

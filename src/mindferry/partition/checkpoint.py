@@ -56,7 +56,8 @@ class Checkpoint:
     step: int = 0
     take_first: bool = False
     warnings: list[str] = field(default_factory=list)
-    _seen: set[tuple[str, int]] = field(default_factory=set)
+    _seen: set[tuple[str, int, int]] = field(default_factory=set)
+    _slices: dict[str, int] = field(default_factory=dict)
     _cuts: dict[str, Cut] = field(default_factory=dict)
     _known: dict[str, Shape] = field(default_factory=dict)
 
@@ -128,20 +129,44 @@ class Checkpoint:
             if name in store:
                 store.release(name)
 
-    def _owner(self, name: str, tensor: int) -> SafetensorsStore:
+    def slices(self, name: str) -> int:
+        """Into how many pieces along dimension 0 the ranks that hold a share have divided it; 1 for copies.
+
+        With enable_parallel_optimizer MindSpore keeps on each replica only its piece of parameters and moments
+        (those that divide and are large enough), and the shapes show it. Pieces go round the replicas in rank order.
+        """
+        if name not in self._slices:
+            self._slices[name] = self._count_slices(name)
+        return self._slices[name]
+
+    def _count_slices(self, name: str) -> int:
+        local = self.cut(name).local_shape
+        stage = self.spread.stages.of(name)[0]
+        ranks = range(self.spread.grid.ranks // self.spread.grid.pipeline_stage)
+        stores = [self.stores[stage * len(ranks) + rank] for rank in ranks]
+        found = next((store.shape(name) for store in stores if name in store), local)
+        whole = self.cut(name).dim is None
+        replicas = len(ranks) if whole else self.spread.grid.data_parallel
+        fits = len(found) == len(local) > 0 and found[1:] == local[1:] and 0 < found[0] < local[0]
+        count = local[0] // found[0] if fits and local[0] % found[0] == 0 else 1
+        return count if replicas % count == 0 else 1
+
+    def _owner(self, name: str, tensor: int, piece: int = 0) -> SafetensorsStore:
         """The first rank that has the share: the first replica's, unless copies were left out on saving."""
-        return next(store for store, _ in self._holders(name, tensor))
+        return next(store for store, _ in self._holders(name, tensor, piece))
 
     def _read(self, name: str, tensor: int) -> np.ndarray:
         """The share of one tensor-parallel rank, after its copies and its checksum were looked at once."""
-        array = self._owner(name, tensor).read(name)
-        if (name, tensor) not in self._seen:
-            self._seen.add((name, tensor))
-            self._verify(name, tensor, array)
-        return array
+        pieces = []
+        for piece in range(self.slices(name)):
+            pieces.append(self._owner(name, tensor, piece).read(name))
+            if (name, tensor, piece) not in self._seen:
+                self._seen.add((name, tensor, piece))
+                self._verify(name, tensor, piece, pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _verify(self, name: str, tensor: int, array: np.ndarray) -> None:
-        at = self._owner(name, tensor).location(name)
+    def _verify(self, name: str, tensor: int, piece: int, array: np.ndarray) -> None:
+        at = self._owner(name, tensor, piece).location(name)
         if self.manifest is not None:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             found, expected = hashlib.sha256(data).hexdigest(), self.manifest.tensors[name].sha256[tensor]  # type: ignore[arg-type]
@@ -152,7 +177,7 @@ class Checkpoint:
                     "partition.json and give --config and --from if training wrote it",
                     id="partition.checksum",
                 )
-        for other, stage in self._holders(name, tensor):
+        for other, stage in self._holders(name, tensor, piece):
             path = other.location(name)
             if path.samefile(at) or same_bits(other.read(name), array):
                 continue
@@ -162,22 +187,22 @@ class Checkpoint:
             elif not self.take_first:
                 raise MindferryError(
                     f"{path}: {name} differs from {at}, and both should hold the same numbers",
-                    cause="ranks that share nothing but hold copies: files of different moments, or an optimizer "
-                    "that is shared out over the replicas (enable_parallel_optimizer)",
+                    cause="files of different moments, or ranks that drifted apart",
                     remedy="bring the files of one moment, or --take-first to go on with the first rank's",
                     id="partition.copies-differ",
                 )
 
-    def _holders(self, name: str, tensor: int) -> Iterable[tuple[SafetensorsStore, int]]:
-        """The ranks that have the same share, and their stages: replicas, stages of a tied table, and every
-        tensor-parallel rank for what is whole."""
-        grid = self.spread.grid
-        tensors = range(grid.model_parallel) if self.cut(name).dim is None else (tensor,)
+    def _holders(self, name: str, tensor: int, piece: int = 0) -> Iterable[tuple[SafetensorsStore, int]]:
+        """The ranks that have the same piece of the same share, and their stages: replicas, stages of a tied table,
+        and every tensor-parallel rank for what is whole."""
+        grid, whole, count = self.spread.grid, self.cut(name).dim is None, self.slices(name)
+        tensors = range(grid.model_parallel) if whole else (tensor,)
         for stage in self.spread.stages.of(name):
             for data in range(grid.data_parallel):
                 for number in tensors:
+                    replica = data * grid.model_parallel + number if whole else data
                     store = self.stores[grid.rank(stage, data, number)]
-                    if name in store:
+                    if replica % count == piece and name in store:
                         yield store, stage
 
     def check(self) -> None:
@@ -206,7 +231,10 @@ class Checkpoint:
         for name in (*self._known, *sorted(moments)):
             if parameter_of(name) not in self._known:
                 continue
-            lost = [rank for rank in ranks if not any(True for _ in self._holders(name, rank))]
+            pieces = range(self.slices(name))
+            lost = [
+                r for r in ranks for piece in pieces if not any(True for _ in self._holders(name, r, piece))
+            ]
             if lost:
                 raise MindferryError(
                     f"{self.path}: {name}: no rank has share {lost[0]} of {len(ranks)}",
@@ -247,14 +275,12 @@ class Checkpoint:
 
     def _check_tensor(self, store: SafetensorsStore, name: str) -> None:
         expected, found = self.cut(name).local_shape, store.shape(name)
+        if self.slices(name) > 1:
+            expected = (expected[0] // self.slices(name), *expected[1:])
         if found != expected:
-            hint = ""
-            if self.spread.grid.data_parallel > 1 and found[1:] == expected[1:] and found[0] < expected[0]:
-                hint = "looks cut over the replicas too (enable_parallel_optimizer), which is not merged here"
             raise MindferryError(
                 f"{store.location(name)}: {name}: found {list(found)}, expected {list(expected)} "
                 f"(whole {list(self.cut(name).shape)}, mp={self.spread.grid.model_parallel})",
-                cause=hint,
                 remedy="give --from and --config as the run had them",
                 id="partition.shape",
             )

@@ -123,6 +123,8 @@ def loading_keys(spread: Spread, offset: Any, virtual: int, out: Path) -> dict[s
             "auto_trans_ckpt": False,
             "use_parallel": True,
             "parallel.parallel_mode": 1,
+            # With it MindSpore would want each replica's piece of a share in its file.
+            "parallel.enable_parallel_optimizer": False,
             "parallel_config.data_parallel": spread.grid.data_parallel,
             "parallel_config.model_parallel": spread.grid.model_parallel,
             "parallel_config.pipeline_stage": spread.grid.pipeline_stage,
@@ -137,6 +139,11 @@ def loading_keys(spread: Spread, offset: Any, virtual: int, out: Path) -> dict[s
 
 def _notes(source: Checkpoint, spread: Spread, network: Network) -> list[str]:
     notes = []
+    pieces = [name for name in source.names() if source.slices(name) > 1]
+    if pieces:
+        notes.append(
+            f"{len(pieces)} tensors were shared out over the replicas (enable_parallel_optimizer) and put together"
+        )
     before, after = source.spread.spec.vocab_size, spread.spec.vocab_size
     if after > before:
         notes.append(
