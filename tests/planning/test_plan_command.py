@@ -520,19 +520,17 @@ def test_any_yaml_gets_an_answer(tmp_path):
     run()
 
 
-def test_help_has_an_example_and_start_up_is_cheap():
+def test_help_has_an_example_and_start_up_loads_no_framework():
     assert "mindferry plan --model" in call("--help").stdout
     code = (
-        "import sys, time; t = time.perf_counter()\n"
+        "import sys\n"
         "import mindferry.cli.plan\n"
         "from mindferry.planning import session, report, search, write, advice, draw, calibration, runfile\n"
         "heavy = {'mindspore', 'mindformers', 'torch', 'transformers'} & set(sys.modules)\n"
-        "print(time.perf_counter() - t, sorted(heavy))"
+        "print(sorted(heavy))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    seconds, heavy = out.split(maxsplit=1)
-    assert heavy.strip() == "[]"
-    assert float(seconds) < 1.5
+    assert out.strip() == "[]"
 
 
 def test_a_model_directory_is_planned_without_loading_its_weights(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindferry.errors import MindferryError
+from mindferry.launching.msrun import free_port
 from mindferry.planning import settings
 from mindferry.planning.calibration import THIS_MACHINE
 from mindferry.planning.estimate import Calibration, Estimator, Job
@@ -62,16 +62,9 @@ def _worker(kind: str, args: dict[str, Any], folder: Path, launcher: tuple[str, 
     return values
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _links(folder: Path) -> tuple[float | None, float, str]:
     """Bandwidth (bytes/s), latency (s) of an all-reduce between two processes and, where it fails, why."""
-    launcher = ("msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={_free_port()}",
+    launcher = ("msrun", "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}",
                 f"--log_dir={folder / 'msrun'}", "--join=True")  # fmt: skip
     try:
         times = _worker("collective", {"sizes": list(_SIZES)}, folder, launcher)["seconds"]

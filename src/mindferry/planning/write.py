@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from mindferry.planning.runfile import ALIASES
 from mindferry.planning.settings import load_yaml
 from mindferry.planning.strategy import Strategy
 from mindferry.spec import ModelSpec
+from mindferry.targets import run_directory
 
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids")
 # Regular expressions over the attributes of a layer (LayerSetting.set_pattern_recompute). mindformers'
@@ -275,25 +274,19 @@ def write_yaml(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path`, then rename.
+    """Write `path` whole or not at all.
 
     Raises:
         UsageError: the directory cannot be written to.
     """
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        run_directory.write_text(path, text)
     except OSError as err:
         raise UsageError(
-            f"{path}: cannot be written: {err}", remedy="choose another place", id="plan.write"
+            f"{path}: cannot be written: {err.strerror or err}",
+            remedy="choose another place",
+            id="plan.write",
         ) from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _updated(base: Path, st: Strategy, job: Job) -> str:
