@@ -52,6 +52,11 @@ def test_fifty_steps_of_training_agree(run: Path, source: Path) -> None:
     assert parity.max_loss_diff <= 1e-4, parity
     assert parity.max_lr_diff <= 1e-6
     assert parity.target_losses[-1] < parity.target_losses[0]
+    # mindformers' standard on the same numbers: far inside, gradient norms of both sides included.
+    assert [row.name for row in parity.standard] == ["first_step_loss", "mean_loss", "global_norm"]
+    assert all(row.passed for row in parity.standard)
+    assert parity.standard[0].absolute == abs(parity.target_losses[0] - parity.source_losses[0])
+    assert 0 < parity.standard[2].relative < 1e-3
 
 
 def test_the_fused_layers_are_aligned_too(source: Path, corpus: Path, tmp_path: Path) -> None:

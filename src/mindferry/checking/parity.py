@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindferry.checking import sides
+from mindferry.checking.convergence import Threshold, thresholds
+from mindferry.checking.curves import Curve
 from mindferry.checking.sides import Batch
 from mindferry.errors import UsageError
 from mindferry.recipes.schedule import rate
@@ -22,13 +25,17 @@ STEP_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Parity:
-    """Losses of both sides, step by step, and the greatest differences (loss; learning rate, relative)."""
+    """Losses of both sides, step by step, and the greatest differences (loss; learning rate, relative).
+
+    `standard` is mindformers' migration standard on the same losses and gradient norms, beside our own limit.
+    """
 
     source_losses: list[float]
     target_losses: list[float]
     max_loss_diff: float
     max_lr_diff: float
     first_bad_step: int | None
+    standard: list[Threshold] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -84,9 +91,17 @@ def _backward(model: Any, batch: Batch, micro_batches: int, per_token: bool) -> 
 
 
 def train_torch(
-    model: Any, content: Mapping[str, Any], batches: list[Batch], on_step: Callable[[], None] = lambda: None
+    model: Any,
+    content: Mapping[str, Any],
+    batches: list[Batch],
+    on_step: Callable[[], None] = lambda: None,
+    norms: list[float] | None = None,
 ) -> list[float]:
-    """Losses of `model` trained on `batches`, one an optimizer step, with the run's recipe, dropout off."""
+    """Losses of `model` trained on `batches`, one an optimizer step, with the run's recipe, dropout off.
+
+    Args:
+        norms: gets the gradient norm of each step, before clipping.
+    """
     import torch
 
     optimizer = content["optimizer"]
@@ -105,8 +120,10 @@ def train_torch(
             group["lr"] = learning_rate(content["lr_schedule"], step)
         adamw.zero_grad(set_to_none=True)
         losses.append(_backward(model, batch, micro_batches, per_token))
-        if wrapper["use_clip_grad"]:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), wrapper["max_grad_norm"])
+        limit = wrapper["max_grad_norm"] if wrapper["use_clip_grad"] else math.inf
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if norms is not None:
+            norms.append(float(norm))
         adamw.step()
         on_step()
     return losses
@@ -136,12 +153,14 @@ def train_both(
     }
     batches: list[Batch] = []
     rates: list[float] = []
+    norms: tuple[list[float], list[float]] = ([], [])
 
     def keep_batch(step: int, values: tuple[Any, ...]) -> None:
         batches.append(Batch(*(np.array(value.asnumpy()) for value in values)))
 
     def keep_rate(record: dict[str, Any]) -> None:
         rates.append(record["lr"])
+        norms[1].append(record["grad_norm"])
         on_step()
 
     with tempfile.TemporaryDirectory(prefix="mindferry-parity-") as scratch:
@@ -153,15 +172,27 @@ def train_both(
         content = engine.prepare(RunDirectory(root), options)
     target = [outcome.losses[step] for step in sorted(outcome.losses)]
     with sides.opened(run, source_path, opened) as pair:
-        source = train_torch(sides.load_torch_model(pair.runnable), content, batches, on_step)
+        source = train_torch(sides.load_torch_model(pair.runnable), content, batches, on_step, norms[0])
     expected = [learning_rate(content["lr_schedule"], step) for step in range(len(target))]
-    return _judge(source, target, expected, rates)
+    return _judge(source, target, expected, rates, norms)
 
 
-def _judge(source: list[float], target: list[float], expected: list[float], rates: list[float]) -> Parity:
+def _curve(losses: list[float], norms: list[float]) -> Curve:
+    columns = {"loss": np.array(losses, float), "grad_norm": np.array(norms, float)}
+    return Curve("", "verify", np.arange(1, len(losses) + 1), columns)
+
+
+def _judge(
+    source: list[float],
+    target: list[float],
+    expected: list[float],
+    rates: list[float],
+    norms: tuple[list[float], list[float]],
+) -> Parity:
     diffs = [abs(a - b) for a, b in zip(source, target, strict=True)]
     bad = next((i + 1 for i, diff in enumerate(diffs) if not diff <= STEP_TOLERANCE), None)
     lr_diff = max(
         (abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, rates, strict=True)), default=0.0
     )
-    return Parity(source, target, max(diffs), lr_diff, bad)
+    standard = thresholds(_curve(source, norms[0]), _curve(target, norms[1]))
+    return Parity(source, target, max(diffs), lr_diff, bad, standard)

@@ -138,6 +138,7 @@ def _json(found: Alignment, training: Parity | None) -> dict[str, Any]:
             "max_loss_diff": training.max_loss_diff,
             "max_lr_rel_diff": training.max_lr_diff,
             "first_bad_step": training.first_bad_step,
+            "standard": [vars(row) for row in training.standard],
         }
     return result
 
@@ -161,9 +162,21 @@ def _table(found: Alignment, training: Parity | None) -> str:
             f"{f'training, {len(training.source_losses)} steps':34} {training.max_loss_diff:12.2e}{'':11}"
             f"   loss {training.source_losses[0]:.4f} -> {training.source_losses[-1]:.4f}"
         )
+        lines += [_standard(row) for row in training.standard]
     aligned = found.aligned and (training is None or training.good)
     lines.append("aligned" if aligned else "NOT aligned")
     return "\n".join(lines)
+
+
+def _standard(row: Any) -> str:
+    """A threshold of mindformers' migration standard beside ours; it wants 1000 steps or more."""
+    passed = {True: "passed", False: "MISSED", None: "not measured"}[row.passed]
+    absolute = f"{row.absolute:12.2e}" if row.absolute is not None else f"{'':12}"
+    relative = f"{row.relative:10.2e}" if row.relative is not None else f"{'':10}"
+    limits = " or ".join(
+        [*([f"{row.absolute_limit:g}"] if row.absolute_limit else []), f"{row.relative_limit:.1%}"]
+    )
+    return f"{'  mindformers: ' + row.name:34} {absolute} {relative}   {passed} (limit {limits})"
 
 
 def register(app: typer.Typer) -> None:
