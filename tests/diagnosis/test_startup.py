@@ -237,9 +237,9 @@ def test_no_pattern_takes_long_on_hostile_text() -> None:
     for text in hostile:
         for entry in entries():
             for pattern in entry.patterns:
-                start = time.perf_counter()
+                start = time.process_time()
                 pattern.search(text)
-                assert time.perf_counter() - start < 0.5, (entry.id, pattern.pattern, text[:20])
+                assert time.process_time() - start < 0.5, (entry.id, pattern.pattern, text[:20])
 
 
 # -- cases reported in public ---------------------------------------------------------------------------------
