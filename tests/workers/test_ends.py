@@ -134,7 +134,9 @@ def test_ten_kills_lose_nothing(single: Path, tmp_path: Path) -> None:  # noqa: 
     for number in range(10):
         kill_one(run, number % 2, 3)
     engine.train(RunDirectory.open(run), engine.Options(steps=50, resume=True))
-    assert [r["loss"] for r in metrics(run)] == pytest.approx([r["loss"] for r in metrics(single)[:50]], rel=1e-5)
+    assert [r["loss"] for r in metrics(run)] == pytest.approx(
+        [r["loss"] for r in metrics(single)[:50]], rel=1e-5
+    )
 
 
 def test_kill_9_of_the_command_takes_all_along(single: Path, tmp_path: Path) -> None:  # noqa: F811
