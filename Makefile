@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO := demo-run
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format install clean
+.PHONY: help demo test sanitize check format install clean
 
 help:  ## list what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -33,6 +33,10 @@ demo: $(VENV)/.installed-run  ## build a small GPT-2, migrate it, verify it, tra
 test: $(VENV)/.installed-test  ## run the tests
 	@echo "== running the tests (the long ones: $(BIN)/pytest -m long)"
 	@$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.installed-test  ## run the kernels' tests under AddressSanitizer and UBSan
+	@echo "== the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@$(BIN)/python -m tests.kernels.sanitized
 
 check: $(VENV)/.installed-test  ## lint, format and types
 	@$(BIN)/ruff check .
