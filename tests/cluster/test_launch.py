@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindferry.cluster import check, files, rank
-from mindferry.cluster.job import LaunchJob, check_hosts, hosts_in, job_for, read_job
+from mindferry.cluster.job import LaunchJob, check_hosts, hosts_file, hosts_in, job_for, read_job
 from mindferry.errors import UsageError
 from mindferry.partition.layout import Grid
 from mindferry.targets.run_directory import RunDirectory
@@ -201,6 +201,19 @@ def test_a_damaged_job_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(UsageError):
         read_job(tmp_path)
+
+
+def test_host_files(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    with pytest.raises(UsageError, match="hosts: No such file"):
+        hosts_file(file)
+    file.write_bytes(b"a\n\xff")
+    with pytest.raises(UsageError, match="byte 2 is no UTF-8"):
+        hosts_file(file)
+    file.write_bytes(b"\xef\xbb\xbfnode-1\r\nnode-2\r\n")
+    assert check_hosts(hosts_file(file)) == ("node-1", "node-2")
+    with pytest.raises(UsageError, match="Is a directory"):
+        hosts_file(tmp_path)
 
 
 def test_host_lists() -> None:

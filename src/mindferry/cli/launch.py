@@ -45,7 +45,7 @@ def launch(
     """
     from mindferry.cluster import check as checks
     from mindferry.cluster import files
-    from mindferry.cluster.job import hosts_in, job_for, read_job
+    from mindferry.cluster import job as jobs
     from mindferry.targets import run_yaml
     from mindferry.targets.run_directory import RunDirectory
 
@@ -55,12 +55,12 @@ def launch(
             raise UsageError(
                 "--check reads the hosts from RUN/launch; give no --hosts with it", id="launch.hosts"
             )
-        job = read_job(directory.root / files.FOLDER)
+        job = jobs.read_job(directory.root / files.FOLDER)
     else:
         name = yaml or (CLUSTER_YAML if (directory.root / CLUSTER_YAML).is_file() else "run.yaml")
-        text = ",".join([hosts or "", hosts_file.read_text(encoding="utf-8") if hosts_file else ""])
+        names = jobs.hosts_in(hosts or "") + (jobs.hosts_file(hosts_file) if hosts_file else [])
         content = run_yaml.read(directory.root / name)
-        job = job_for(content, name, hosts_in(text), devices_per_host, port)
+        job = jobs.job_for(content, name, names, devices_per_host, port)
         files.write(directory.root / files.FOLDER, job, str(run))
     findings = checks.static(directory, job, resolve=check)
     dry = None

@@ -105,6 +105,22 @@ def _canonical(host: str) -> str:
         return host.lower().rstrip(".")
 
 
+def hosts_file(path: Path) -> list[str]:
+    """Hosts of a file, see hosts_in.
+
+    Raises:
+        UsageError: it is not there, no text, or larger than a list of hosts can be.
+    """
+    try:
+        if path.stat().st_size > 1 << 20:
+            raise UsageError(f"--hosts-file {path}: larger than 1 MiB", id="launch.hosts")
+        return hosts_in(path.read_text(encoding="utf-8-sig"))
+    except OSError as err:
+        raise UsageError(f"--hosts-file {path}: {err.strerror}", id="launch.hosts") from None
+    except UnicodeDecodeError as err:
+        raise UsageError(f"--hosts-file {path}: byte {err.start} is no UTF-8", id="launch.hosts") from None
+
+
 def hosts_in(text: str) -> list[str]:
     """Hosts of a list: one a line or separated by commas; `#` begins a comment, what follows a name is left out."""
     lines = (line.partition("#")[0].strip() for line in re.split(r"[\n,]", text))
