@@ -51,6 +51,7 @@ def report(
 
 def _result(target: Path, size: int, subject: Any, rest: list[Any]) -> Result:
     from mindferry.report import collect
+    from mindferry.report.hints import hints
 
     findings = []
     for item in (subject, *rest):
@@ -78,6 +79,7 @@ def _result(target: Path, size: int, subject: Any, rest: list[Any]) -> Result:
                     "parted_at": pair.convergence.parted_at,
                     "sentence": pair.convergence.sentence,
                 },
+                "hints": hints(pair),
             }
         )
     extra = {"report": str(target), "bytes": size, "comparisons": comparisons}

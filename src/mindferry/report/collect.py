@@ -149,6 +149,8 @@ def _settings(path: Path, subject: Subject) -> dict[str, Any]:
         return {
             "layer_spec": config.get("layer_spec"),
             "compute_dtype": config.get("compute_dtype"),
+            "layernorm_compute_type": config.get("layernorm_compute_type"),
+            "softmax_compute_type": config.get("softmax_compute_type"),
             "context.mode": {0: "graph", 1: "pynative"}.get(content["context"]["mode"]),
             "enable_graph_kernel": content["context"].get("enable_graph_kernel"),
             "device_target": content["context"]["device_target"],

@@ -19,6 +19,7 @@ from mindferry.checking import alignment, convergence, memory, speed
 from mindferry.errors import printable
 from mindferry.report import collect, layers, plots
 from mindferry.report.collect import Dimensions, Subject
+from mindferry.report.hints import hints
 
 MAX_ROWS = 400
 LANGUAGES = ("en", "zh")
@@ -336,7 +337,7 @@ def _template() -> Any:
     env.globals.update(
         t=say, tone=tone, rule_speed=speed.RULE, rule_memory=memory.RULE, rule_conv=convergence.RULE
     )
-    env.globals.update(decision=decision_words, verdict_words=verdict_words)
+    env.globals.update(decision=decision_words, verdict_words=verdict_words, hints=hints)
     env.globals.update(conv_words=convergence_words, speed_words=speed_words, memory_words=memory_words)
     return env.get_template("report.html.j2")
 
