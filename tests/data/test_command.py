@@ -83,6 +83,7 @@ def test_build_and_show(tmp_path: Path, model_dir: Path) -> None:
         ),
         (["--tokenizer", "bytes", "--seq-length", "8", "--raw-dtype", "float"], "expected one of uint16"),
         (["--tokenizer", "bytes", "--seq-length", "0"], "seq_length: found 0"),
+        (["--tokenizer", "bytes", "--seq-length", "8", "--vocab-size", "0"], "vocab_size: found 0"),
         (["--tokenizer", "bytes", "--seq-length", "99999"], "expected at least 100000"),
         (["--tokenizer", "bytes", "--seq-length", "8", "--valid-fraction", "2"], "valid_fraction: found 2.0"),
     ],

@@ -213,6 +213,38 @@ def test_other_blanks_are_blank(tmp_path: Path, blank: str) -> None:
     assert (report.documents, report.skipped_documents) == (1, 2)
 
 
+@pytest.mark.parametrize("kind", ["text", "gzip", "jsonl"])
+def test_any_amount_of_white_space_is_a_blank_document(tmp_path: Path, kind: str) -> None:
+    blank = " \n\t" * 3_000_000  # twice what is encoded in one piece
+    raw = jsonl([blank, "some text"]) if kind == "jsonl" else blank.encode()
+    name = {"text": "a.txt", "gzip": "a.txt.gz", "jsonl": "a.jsonl"}[kind]
+    corpus = write(tmp_path / "c", {name: gzip.compress(raw) if kind == "gzip" else raw})
+    if kind != "jsonl":
+        write(corpus, {"b.txt": "some text"})
+    report = build(corpus, tmp_path / "o")
+    assert documents(tmp_path / "o") == [[*b"some text", EOD]]
+    assert (report.documents, report.skipped_documents) == (1, 1)
+    write(corpus, {"c.txt": blank + "text"})
+    with pytest.raises(UsageError, match=r"c\.txt: \d+ characters with no place"):
+        build(corpus, tmp_path / "p")
+    write(corpus, {"c.txt": blank[: 1 << 21] + "text"})
+    build(corpus, tmp_path / "p")
+    assert documents(tmp_path / "p")[-1] == [*(blank[: 1 << 21] + "text").encode(), EOD]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_json_that_is_one_array(tmp_path: Path, name: str) -> None:
+    records = [{"text": "one"}, {"text": "two"}]
+    for text in (json.dumps(records), json.dumps(records, indent=1)):
+        source = write(tmp_path, {name: text}) / name
+        with pytest.raises(UsageError, match="one JSON array, expected an object a line") as caught:
+            build(source, tmp_path / "o")
+        assert "jq -c" in caught.value.remedy
+    source = write(tmp_path, {name: jsonl(["one", "two"])}) / name
+    build(source, tmp_path / "o")
+    assert documents(tmp_path / "o") == [[*b"one", EOD], [*b"two", EOD]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -130,7 +130,7 @@ def build(
             loaded,
             out,
             seq_length=seq_length,
-            vocab_size=vocab_size or _whole(config, "vocab_size") or loaded.size,
+            vocab_size=_whole(config, "vocab_size") or loaded.size if vocab_size is None else vocab_size,
             eos_token_id=_whole(config, "eos_token_id") if eos_token_id is None else eos_token_id,
             options=options,
             work_dir=out / ".unfinished",

@@ -154,7 +154,7 @@ def _kind_of(path: Path) -> str:
     if _is_megatron(path):
         return "megatron"
     name = plain_name(path)
-    if name.endswith(JSONL_SUFFIXES):
+    if name.endswith((*JSONL_SUFFIXES, ".json")):  # much of what is named .json holds a record a line
         return "jsonl"
     if name.endswith(TABLE_SUFFIXES):
         if path.suffix.lower() in COMPRESSION:
@@ -207,7 +207,7 @@ def _cut(document: str, chunks: Iterator[Chunk], tokenizer: Tokenizer) -> Iterat
     """A document in pieces that encode on their own to the ids of the whole."""
     held, invalid, read = "", 0, 0
     last_cut, retry = Cut(0), PIECE_CHARACTERS
-    for chunk in chunks:
+    for chunk in _one_blank(document, chunks):
         held += chunk.text
         invalid += chunk.invalid
         read += chunk.read
@@ -225,6 +225,27 @@ def _cut(document: str, chunks: Iterator[Chunk], tokenizer: Tokenizer) -> Iterat
             last_cut, retry = cut, PIECE_CHARACTERS
         held = held[begin:]
     yield Piece(document, True, read, held, invalid, last_cut.context, last_cut.drop)
+
+
+def _one_blank(document: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """`chunks`, but a document of nothing but white space is one blank if it is long: it will be left out.
+
+    Raises:
+        UsageError: text behind more white space than is encoded in one piece.
+    """
+    blanks: list[Chunk] = []
+    size, read, begun = 0, 0, False
+    for chunk in chunks:
+        if begun or (chunk.text and not chunk.text.isspace()):
+            if size > MAX_UNCUT_CHARACTERS:
+                raise _uncuttable(document, size)
+            yield from blanks
+            yield chunk
+            blanks, begun = [], True
+            continue
+        size, read = size + len(chunk.text), read + chunk.read
+        blanks = [*blanks, chunk] if size <= MAX_UNCUT_CHARACTERS else [Chunk(" ", 0, read)]
+    yield from blanks
 
 
 def _uncuttable(document: str, characters: int) -> UsageError:

@@ -81,12 +81,22 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
         yield number, held, read
 
 
+def _array(path: Path) -> UsageError:
+    return UsageError(
+        f"{path}: one JSON array, expected an object a line",
+        remedy=f"convert it: jq -c '.[]' {path} > lines.jsonl",
+        id="data.jsonl",
+    )
+
+
 def _json_object(path: Path, number: int, line: bytes) -> tuple[dict[str, Any], int]:
     """The object of a line, and the number of bytes in it that are not UTF-8."""
     try:
         text, invalid = clean(line.decode("utf-8", "surrogateescape"))
         value = json.loads(text)
     except (ValueError, RecursionError) as err:
+        if number == 1 and line.lstrip().startswith(b"["):
+            raise _array(path) from None
         where = f", column {err.colno}: {err.msg}" if isinstance(err, json.JSONDecodeError) else f": {err}"
         raise MindferryError(
             f"{path}: line {number}{where}",
@@ -94,6 +104,8 @@ def _json_object(path: Path, number: int, line: bytes) -> tuple[dict[str, Any], 
             remedy="correct the line, or take it out",
             id="data.jsonl",
         ) from None
+    if number == 1 and isinstance(value, list):
+        raise _array(path)
     if not isinstance(value, dict):
         raise MindferryError(
             f"{path}: line {number}: found {type(value).__name__}, expected an object", id="data.jsonl"
