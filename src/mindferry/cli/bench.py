@@ -194,6 +194,10 @@ def _text(extra: dict[str, Any]) -> str:
     ]
     lines += [f"{row['name']:27} ratio {row['ratio']:.2f}  {row['verdict']} (noise ±{row['noise']:.0%}), "
               f"memory: {row['memory_verdict']}" for row in extra["ratios"]]  # fmt: skip
+    lines += [
+        f"{f'{name}: building, compiling':27} {seconds:9.1f} s"
+        for name, seconds in extra["start_seconds"].items()
+    ]
     lines += [f"{name:27} {size / 2**20:9.1f} MiB" for name, size in extra["memory_parts"].items()]
     lines.append(f"{'peak memory':27} {extra['peak_memory_bytes'] / 2**20:9.1f} MiB")
     mfu = (
