@@ -16,9 +16,14 @@ from pathlib import Path
 
 @dataclass
 class Side:
-    """Times of one side in seconds, in the order of the rounds; peak resident memory in bytes."""
+    """Times of one side in seconds, in the order of the rounds; peak resident memory in bytes.
+
+    `cpu_seconds` is what the process computed meanwhile, all its threads together. On a machine that others
+    use as well, it says what the work costs where `seconds` says how long the side waited for its turn, too.
+    """
 
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
     failure: str = ""
 
@@ -26,18 +31,23 @@ class Side:
     def median(self) -> float:
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
+    @property
+    def cpu_median(self) -> float:
+        return statistics.median(self.cpu_seconds) if self.cpu_seconds else float("nan")
+
 
 def serve(step: Callable[[], float | None], warm_up: int = 2) -> None:
-    """Worker: run `step` once a line on stdin and print its seconds (its own measure, or the wall clock)."""
+    """Worker: run `step` once a line on stdin; print its seconds (its own or the wall clock's) and the CPU's."""
     for _ in range(warm_up):
         step()
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "end":
             break
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         own = step()
-        print(f"took {own if own is not None else time.perf_counter() - start}", flush=True)
+        took = own if own is not None else time.perf_counter() - start
+        print(f"took {took} {time.process_time() - cpu}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print("end " + json.dumps({"peak_memory_bytes": peak}), flush=True)
 
@@ -83,7 +93,9 @@ def measure(commands: dict[str, list[str]], rounds: int, note: Callable[[str], N
             if took is None:
                 sides[name].failure = "ended early"
             else:
-                sides[name].seconds.append(float(took))
+                seconds, cpu_seconds = map(float, took.split())
+                sides[name].seconds.append(seconds)
+                sides[name].cpu_seconds.append(cpu_seconds)
     for name, process in running.items():
         out, _ = process.communicate("end\n") if process.poll() is None else ("", "")
         for line in (out or "").splitlines():

@@ -194,6 +194,10 @@ def compare(shape: str, dtype: str, rounds: int) -> dict:
     for side in ("stock_graph", "torch_eager", "torch_compile"):
         print(f"{name}.vs_{side} ratio {sides[side].median / ours.median:.2f}", flush=True)
     print(f"{name}.gemm_floor_share ratio {sides['gemm_floor'].median / ours.median:.2f}", flush=True)
+    for side, taken in sides.items():
+        print(
+            f"# {side}: {taken.median * 1e3:.1f} ms, {taken.cpu_median * 1e3:.1f} ms of CPU time", flush=True
+        )
     return {"name": name, "sides": {k: {**vars(v), "median": v.median} for k, v in sides.items()}}
 
 
@@ -249,10 +253,15 @@ def scaling(rounds: int) -> dict:
         kept = kernels.load().kept_bytes(settings.packed(), seq, batch)
         table[shape] = {
             "median": side.median,
+            "cpu_median": side.cpu_median,
             "kept_bytes": kept,
             "peak_memory_bytes": side.peak_memory_bytes,
         }
-        print(f"# {shape}: {side.median * 1e3:.1f} ms, {kept / 2**20:.1f} MiB kept", flush=True)
+        print(
+            f"# {shape}: {side.median * 1e3:.1f} ms, {side.cpu_median * 1e3:.1f} ms of CPU time, "
+            f"{kept / 2**20:.1f} MiB kept, peak {side.peak_memory_bytes / 2**20:.0f} MiB",
+            flush=True,
+        )
     return {"name": "layer.scaling", "table": table}
 
 

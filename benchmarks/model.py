@@ -1,6 +1,7 @@
 """A whole GPT-2 124M training step, optimizer included: mindferry against the portable layers and PyTorch.
 
 python -m benchmarks.model [--shape B4_S512 B1_S1024] [--dtype bf16] [--sides torch portable] [--rounds 7]
+python -m benchmarks.model --scaling [--rounds 7]
 
 Every step is forward, cross-entropy, backward, clipping to norm 1 and AdamW, on the same random tokens. The
 sides take turns; each comparison holds two processes in memory. The portable layers compute in float32, as
@@ -22,6 +23,10 @@ from benchmarks.layer import note
 MODELS = {
     "gpt2_124m": {"vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "num_heads": 12},
     "gpt2_tiny": {"vocab_size": 8192, "hidden_size": 768, "num_layers": 4, "num_heads": 12},
+    **{
+        f"layers_{n}": {"vocab_size": 1024, "hidden_size": 768, "num_layers": n, "num_heads": 12}
+        for n in (2, 4, 8)
+    },
 }
 SHAPES = ("B4_S512", "B1_S1024")
 LEARNING_RATE, BETAS, DECAY = 3e-4, (0.9, 0.95), 0.1
@@ -42,7 +47,9 @@ def tokens(model: str, shape: str):
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-def mindspore_side(model: str, shape: str, dtype: str, layer_spec: str, recompute: bool) -> None:
+def mindspore_side(
+    model: str, shape: str, dtype: str, layer_spec: str, recompute: bool = False, graph_kernel: bool = False
+) -> None:
     import numpy as np
 
     from benchmarks.interleave import quiet_mindspore
@@ -52,8 +59,10 @@ def mindspore_side(model: str, shape: str, dtype: str, layer_spec: str, recomput
     from mindformers.wrapper import wrapper
     from mindspore import nn
 
+    from mindferry.training import compat
     from mindferry.training.models import GPT2Config, GPT2ForTraining
 
+    compat.graph_kernel(graph_kernel)
     batch, seq = sizes(shape)
     fused = layer_spec == "fused"
     net = GPT2ForTraining(
@@ -178,15 +187,36 @@ def worker(side: str, model: str, shape: str, dtype: str) -> None:
     if side == "torch":
         torch_side(model, shape, dtype)
     else:
-        mindspore_side(
-            model, shape, dtype, "portable" if side == "portable" else "fused", side.endswith("recompute")
+        spec = "portable" if side.startswith("portable") else "fused"
+        ends = {"recompute": side.endswith("recompute"), "graph_kernel": side.endswith("graph_kernel")}
+        mindspore_side(model, shape, dtype, spec, **ends)
+
+
+def command(side: str, model: str, shape: str, dtype: str) -> list[str]:
+    base = [sys.executable, "-m", "benchmarks.model", "--model", model, "--shape", shape, "--dtype", dtype]
+    return [*base, "--worker", side]
+
+
+def scaling(rounds: int) -> dict:
+    """Time and peak memory of a step over the number of layers, and over the batch."""
+    cases = [("layers_2", "B1_S256"), ("layers_4", "B1_S256"), ("layers_8", "B1_S256")]
+    cases += [("layers_4", "B2_S256"), ("layers_4", "B4_S256"), ("layers_4", "B8_S256")]
+    commands = {f"{model}.{shape}": command("mindferry", model, shape, "bf16") for model, shape in cases}
+    table = {}
+    for name, side in measure(commands, rounds, note).items():
+        table[name] = {**vars(side), "median": side.median, "cpu_median": side.cpu_median}
+        print(
+            f"# {name}: {side.median * 1e3:.0f} ms, {side.cpu_median * 1e3:.0f} ms of CPU time, "
+            f"peak {side.peak_memory_bytes / 2**20:.0f} MiB",
+            flush=True,
         )
+    return {"name": "model.scaling", "table": table}
 
 
 def compare(model: str, shape: str, dtype: str, other: str, rounds: int) -> dict:
     """mindferry and one other side in turns; prints tokens per second and peak memory ratios."""
-    base = [sys.executable, "-m", "benchmarks.model", "--model", model, "--shape", shape, "--dtype", dtype]
-    sides = measure({side: [*base, "--worker", side] for side in ("mindferry", other)}, rounds, note)
+    commands = {side: command(side, model, shape, dtype) for side in ("mindferry", other)}
+    sides = measure(commands, rounds, note)
     ours, theirs = sides["mindferry"], sides[other]
     name = f"model.{model}.{shape}.{dtype}"
     batch, seq = sizes(shape)
@@ -195,6 +225,7 @@ def compare(model: str, shape: str, dtype: str, other: str, rounds: int) -> dict
         return {**vars(side), "median": side.median, "tokens_per_second": batch * seq / side.median}
 
     print(f"{name}.tokens_per_second.vs_{other} ratio {theirs.median / ours.median:.2f}", flush=True)
+    print(f"{name}.cpu_time.vs_{other} ratio {theirs.cpu_median / ours.cpu_median:.2f}", flush=True)
     if ours.peak_memory_bytes and theirs.peak_memory_bytes:
         print(
             f"{name}.peak_memory.vs_{other} ratio {theirs.peak_memory_bytes / ours.peak_memory_bytes:.2f}",
@@ -211,14 +242,21 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=SHAPES)
     parser.add_argument("--dtype", nargs="+", default=("bf16",), choices=("bf16", "fp32"))
     parser.add_argument(
-        "--sides", nargs="+", default=("torch", "portable"), choices=("torch", "portable", "recompute")
+        "--sides",
+        nargs="+",
+        default=("torch", "portable"),
+        choices=("torch", "portable", "recompute", "graph_kernel", "portable_graph_kernel"),
     )
+    parser.add_argument("--scaling", action="store_true", help="a step over layers and batch instead")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/model.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, args.model, args.shape[0], args.dtype[0])
+        return
+    if args.scaling:
+        write_results(args.out, {"results": [scaling(args.rounds)]})
         return
     results = [
         compare(args.model, shape, dtype, other, args.rounds)
