@@ -201,6 +201,27 @@ def test_processes_and_sharding_are_real_trials(smooth, monkeypatch):
     assert run_yaml.read(smooth.root / "run.tuned.yaml")["parallel"]["enable_parallel_optimizer"] is True
 
 
+def test_the_command_tells_a_finished_tuning(run):
+    """Nothing is left to try: the answer comes from tune.jsonl, the number of processes beside run.tuned.yaml."""
+    names = [change.name for change in CHANGES if change.name != "parallel strategy"]
+    last = "all kept changes against the start"
+    rows = records(
+        *({"change": name, "decision": "not tried", "overrides": {}, "why": "no"} for name in names),
+        {"change": "parallel strategy", "decision": "kept", "overrides": {WORKERS: 2}, "peak_memory_bytes": 1, "why": ""},
+        {"change": last, "decision": "result", "overrides": {}, "ratio": 3.5, "why": ""},
+    )  # fmt: skip
+    written(run, rows)
+    done = run_cli("tune", run.root, "--steps", STEPS, "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert (answer["ended"], answer["workers"], answer["ratio"]) == ("done", 2, 3.5)
+    assert answer["kept"] == {"context.mode": 1, WORKERS: 2}
+    assert answer["changes"][-1]["decision"] == "result"
+    assert "losses" not in answer["changes"][0]
+    assert "--workers 2" in (run.root / "run.tuned.yaml").read_text().splitlines()[0]
+    assert "train it with --workers 2" in run_cli("tune", run.root, "--steps", STEPS).stdout
+
+
 def test_wrong_keys(run):
     done = run_cli("tune", run.root, "--try", "context.moed=1")
     assert done.returncode == 2
