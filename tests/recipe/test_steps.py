@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,51 @@ def test_a_hundred_steps_of_adamw(optimizer: str) -> None:
     np.testing.assert_allclose([row[0] for row in found], losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose([row[4] for row in found], norms, rtol=1e-4)
     np.testing.assert_allclose([row[3] for row in found], [rate(SCHEDULE, s) for s in range(100)], rtol=1e-7)
+    compare(parameters_of(step), parameters, 1e-5)
+
+
+RATES = {"learning_rate": 3e-3, "total_steps": 100}
+SCHEDULES = {
+    "constant": Schedule(kind="constant", **RATES),
+    "linear": Schedule(kind="linear", warmup_steps=7, **RATES),
+    "cosine": Schedule(
+        kind="cosine", min_learning_rate=3e-4, warmup_steps=10, warmup_rule="(t+1)/(w+1)", **RATES
+    ),
+    "inverse square root": Schedule(kind="inverse_sqrt", warmup_steps=10, timescale=10, **RATES),
+    "wsd": Schedule(kind="wsd", warmup_steps=10, wsd_decay_steps=30, wsd_shape="1-sqrt", **RATES),
+}
+# Micro-batches, and whether the step's loss is the mean over its tokens.
+AVERAGES = {"whole": (1, False), "mean of means": (4, False), "mean over tokens": (4, True)}
+GRID = list(itertools.product(("AdamW", "AdamWDecayAll"), SCHEDULES, AVERAGES))
+SOME = [
+    ("AdamWDecayAll", "constant", "whole"),
+    ("AdamW", "linear", "mean of means"),
+    ("AdamWDecayAll", "inverse square root", "mean over tokens"),
+    ("AdamW", "wsd", "mean over tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "average"),
+    [pytest.param(*cell, marks=() if cell in SOME else pytest.mark.long) for cell in GRID],
+)
+def test_a_hundred_steps_of_every_recipe(optimizer: str, kind: str, average: str) -> None:
+    """float32, rows of unequal numbers of tokens: losses within 1e-5, parameters after 100 steps within 1e-5."""
+    micro, per_token = AVERAGES[average]
+    values, data = tiny.weights(), tiny.batches(100, 8, ragged=True)
+    step = tiny.wrapped(
+        tiny.mindspore_network(values), SCHEDULES[kind], use_clip_grad=True, max_grad_norm=0.5, decay=optimizer,
+        micro_batches=micro, per_token_loss=per_token,
+    )  # fmt: skip
+    found = run_mindspore(step, data)
+    losses, _, parameters = run_torch(
+        values, data, SCHEDULES[kind], micro=micro, per_token=per_token, clip=0.5,
+        decay_all=optimizer == "AdamWDecayAll",
+    )  # fmt: skip
+    np.testing.assert_allclose([row[0] for row in found], losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        [row[3] for row in found], [rate(SCHEDULES[kind], s) for s in range(100)], rtol=1e-7
+    )
     compare(parameters_of(step), parameters, 1e-5)
 
 
