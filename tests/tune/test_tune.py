@@ -207,7 +207,8 @@ def test_the_command_tells_a_finished_tuning(run):
     last = "all kept changes against the start"
     rows = records(
         *({"change": name, "decision": "not tried", "overrides": {}, "why": "no"} for name in names),
-        {"change": "parallel strategy", "decision": "kept", "overrides": {WORKERS: 2}, "peak_memory_bytes": 1, "why": ""},
+        {"change": "parallel strategy", "decision": "kept", "overrides": {WORKERS: 2}, "why": "",
+         "peak_memory_bytes": 1},
         {"change": last, "decision": "result", "overrides": {}, "ratio": 3.5, "why": ""},
     )  # fmt: skip
     written(run, rows)
