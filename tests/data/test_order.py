@@ -240,6 +240,11 @@ def test_train_dataset_refuses(tmp_path: Path) -> None:
         ([], {}, "no Megatron data set given"),
         ([(0.0, prefix)], {}, "expected positive numbers"),
         ([(1.0, prefix)], {"samples": 0}, "samples: found 0"),
+        ([(1.0, prefix)], {"samples": 10**12}, "expected an index of fewer than 2147483648 places"),
+        ([(1.0, prefix)], {"seed": -1}, "seed: found -1, expected 0 to 4294967295"),
+        ([(1.0, prefix)], {"seed": 1 << 32}, "seed: found 4294967296"),
+        ([(float("inf"), prefix)], {}, "expected positive numbers"),
+        ([(float("nan"), prefix)], {}, "expected positive numbers"),
         # one token a sample ends the process in mindformers' helper
         ([(1.0, prefix)], {"seq_length": 1}, "seq_length: found 1, expected at least 2"),
         ([(1.0, prefix)], {"seq_length": 1 << 20}, "expected at least 1048577"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindferry.data.megatron import MegatronDataset, open_megatron, paths
+from mindferry.data.megatron import open_megatron, paths
 from mindferry.data.mindrecord import COLUMNS
 from mindferry.data.order import GPTSampleOrder, blend_order, split_ranges
 from mindferry.data.tokens import check_ids
@@ -22,6 +22,12 @@ from mindferry.errors import MindferryError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# Places in mindformers' document and sample index.
+_INDEX_MAX = 1 << 31
+
+# Seeds of numpy's RandomState, which lays out the order.
+SEEDS = range(1 << 32)
 
 # Ids looked at in one go.
 _SCANNED = 1 << 22
@@ -56,6 +62,8 @@ def megatron_train_dataset(
         raise UsageError("no Megatron data set given", remedy="give at least one prefix")
     if samples <= 0:
         raise UsageError(f"samples: found {samples}, expected a positive number")
+    if seed not in SEEDS:
+        raise UsageError(f"seed: found {seed}, expected 0 to {SEEDS[-1]}", id="megatron.seed")
     if seq_length < 2:  # mindformers' helper ends the process
         raise UsageError(
             f"seq_length: found {seq_length}, expected at least 2 with Megatron files", id="data.seq-length"
@@ -63,7 +71,7 @@ def megatron_train_dataset(
     blend_order([weight for weight, _ in parts], 1)  # checks the weights
     names = []
     for _, prefix in parts:
-        _check_part(prefix, seq_length, split)
+        _check_part(prefix, seq_length, split, samples)
         names.append(str(paths(prefix)[0].with_suffix("").resolve()))
     total = sum(weight for weight, _ in parts)
     if len(names) == 1:
@@ -160,7 +168,7 @@ class Blend:
             MindferryError: a damaged index.
         """
         for _, prefix in self.parts:
-            _check_part(prefix, self.seq_length, self.split)
+            _check_part(prefix, self.seq_length, self.split, self.samples)
 
     def identity(self) -> list[Any]:
         """What the order of the samples follows from; plain data."""
@@ -193,8 +201,8 @@ class BlendedSamples:
         return self._orders[self._which[k]].tokens(int(self._number[k]))
 
 
-def _check_part(prefix: Path, seq_length: int, split: str) -> MegatronDataset:
-    """The opened data set, if its train split has a sample."""
+def _check_part(prefix: Path, seq_length: int, split: str, samples: int) -> None:
+    """Whether the train split has a sample, and the index of `samples` fits the int32 of mindformers' helper."""
     data = open_megatron(prefix)
     train = split_ranges(split, len(data.lengths))[0]
     tokens = int(data.lengths[train.start : train.stop].sum(dtype="int64"))
@@ -204,7 +212,14 @@ def _check_part(prefix: Path, seq_length: int, split: str) -> MegatronDataset:
             remedy="give more data or another split; nanoGPT's train.bin is one sequence, which no split divides",
             id="data.too-short",
         )
-    return data
+    epochs = -(-(samples * seq_length + 1) // tokens)
+    if max(samples, epochs * len(train)) >= _INDEX_MAX:
+        raise UsageError(
+            f"{prefix}: {samples} samples are {epochs} epochs of {len(train)} sequences, expected an index of fewer "
+            f"than {_INDEX_MAX} places",
+            remedy="ask for fewer samples (steps x sequences a step)",
+            id="megatron.sizes",
+        )
 
 
 def check_vocabulary(

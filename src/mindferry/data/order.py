@@ -129,7 +129,7 @@ def blend_order(
     Raises:
         UsageError: a weight that is not positive.
     """
-    if not weights or any(not weight > 0 for weight in weights):
+    if not weights or any(not 0 < weight < math.inf for weight in weights):
         raise UsageError(f"weights: found {list(weights)}, expected positive numbers")
     shares = np.asarray(weights, dtype=np.float64) / np.sum(np.asarray(weights, dtype=np.float64))
     built = [math.ceil(size * share * _BLEND_SURPLUS) for share in shares.tolist()]

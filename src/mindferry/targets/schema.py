@@ -100,7 +100,7 @@ class MegatronConfig(Section):
     data_path: list[StrictStr | StrictInt | float] = Field(min_length=1)
     seq_length: StrictInt = Field(gt=1)
     split: StrictStr = "1, 0, 0"
-    seed: StrictInt = 1234
+    seed: StrictInt = Field(1234, ge=0, lt=1 << 32)
     path_to_cache: StrictStr | None = None
     mmap_bin_files: StrictBool = True
     num_dataset_builder_threads: StrictInt = Field(1, gt=0)
