@@ -58,6 +58,8 @@ class Checkpoint:
     warnings: list[str] = field(default_factory=list)
     _seen: set[tuple[str, int, int]] = field(default_factory=set)
     _slices: dict[str, int] = field(default_factory=dict)
+    _where: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _files: dict[Path, tuple[int, int]] = field(default_factory=dict)
     _cuts: dict[str, Cut] = field(default_factory=dict)
     _known: dict[str, Shape] = field(default_factory=dict)
 
@@ -129,6 +131,11 @@ class Checkpoint:
             if name in store:
                 store.release(name)
 
+    def _stages_of(self, name: str) -> tuple[int, ...]:
+        if name not in self._where:
+            self._where[name] = self.spread.stages.of(name)
+        return self._where[name]
+
     def slices(self, name: str) -> int:
         """Into how many pieces along dimension 0 the ranks that hold a share have divided it; 1 for copies.
 
@@ -141,7 +148,7 @@ class Checkpoint:
 
     def _count_slices(self, name: str) -> int:
         local = self.cut(name).local_shape
-        stage = self.spread.stages.of(name)[0]
+        stage = self._stages_of(name)[0]
         ranks = range(self.spread.grid.ranks // self.spread.grid.pipeline_stage)
         stores = [self.stores[stage * len(ranks) + rank] for rank in ranks]
         found = next((store.shape(name) for store in stores if name in store), local)
@@ -179,9 +186,9 @@ class Checkpoint:
                 )
         for other, stage in self._holders(name, tensor, piece):
             path = other.location(name)
-            if path.samefile(at) or same_bits(other.read(name), array):
+            if self._file(path) == self._file(at) or same_bits(other.read(name), array):
                 continue
-            if stage != self.spread.stages.of(name)[0]:
+            if stage != self._stages_of(name)[0]:
                 # MindSpore sends the first stage's table to the last one at every step: the first is the true one.
                 self.warnings.append(f"{path}: {name} differs from the first stage's, which was taken")
             elif not self.take_first:
@@ -192,12 +199,19 @@ class Checkpoint:
                     id="partition.copies-differ",
                 )
 
+    def _file(self, path: Path) -> tuple[int, int]:
+        """Device and inode: hard links of one file need no comparison."""
+        if path not in self._files:
+            status = path.stat()
+            self._files[path] = (status.st_dev, status.st_ino)
+        return self._files[path]
+
     def _holders(self, name: str, tensor: int, piece: int = 0) -> Iterable[tuple[SafetensorsStore, int]]:
         """The ranks that have the same piece of the same share, and their stages: replicas, stages of a tied table,
         and every tensor-parallel rank for what is whole."""
         grid, whole, count = self.spread.grid, self.cut(name).dim is None, self.slices(name)
         tensors = range(grid.model_parallel) if whole else (tensor,)
-        for stage in self.spread.stages.of(name):
+        for stage in self._stages_of(name):
             for data in range(grid.data_parallel):
                 for number in tensors:
                     replica = data * grid.model_parallel + number if whole else data
@@ -246,13 +260,13 @@ class Checkpoint:
     def _belongs(self, name: str, stage: int) -> bool:
         if parameter_of(name) not in self._known:
             return False
-        return stage in self.spread.stages.of(name)
+        return stage in self._stages_of(name)
 
     def _check_names(self, rank: int, store: SafetensorsStore, wanted: dict[str, None]) -> None:
         found = set(store.names())
         at = store.location(store.names()[0]) if found else self.path / f"rank_{rank}"
         stage = self.spread.grid.place(rank).stage
-        missing = [n for n in wanted if n not in found and self.spread.stages.of(n)[0] == stage]
+        missing = [n for n in wanted if n not in found and self._stages_of(n)[0] == stage]
         if missing and not _without_copies(store):
             raise MindferryError(
                 f"{at}: rank {rank} lacks {len(missing)} tensors of its stage: {listing(missing)}",

@@ -187,8 +187,9 @@ def write_whole(source: Checkpoint, spread: Spread, out: Path, progress: Progres
     """Fill the empty directory `out` as a run's checkpoint: model/, optimizer.safetensors, state.json. Tensors."""
     dropped = source.manifest.added if source.manifest is not None else ()
     items = [i for i in items_for(source, spread, 0, 0, {}) if i.name not in dropped]
-    weights = [item for item in items if item.name in target_names(spread.spec)]
-    rest = [item for item in items if item.name not in target_names(spread.spec)]
+    known = target_names(spread.spec)
+    weights = [item for item in items if item.name in known]
+    rest = [item for item in items if item.name not in known]
     complete = source.state is not None and bool(rest)
     write_checkpoint(
         weights,
