@@ -143,6 +143,15 @@ class TestIndex:
         assert store.names() == ["a", "c"]
         assert "not listed: c" in store.warnings[0]
 
+    @pytest.mark.parametrize("size", [3, 0, 10**30, 8.5, -8])
+    def test_another_total_size_is_a_warning(self, tmp_path: Path, size: float) -> None:
+        index = self.make(tmp_path, {"a": "s1.safetensors"}, {"s1.safetensors": {"a": [1, 2]}})
+        tree = json.loads(index.read_text())
+        for stated, warned in ((8, False), (size, True), (None, False), ("8", False)):
+            index.write_text(json.dumps({**tree, "metadata": {"total_size": stated}}))
+            warnings = SafetensorsStore.open_index(index).warnings
+            assert any("the shards hold 8 bytes" in text for text in warnings) is (warned and int(size) != 8)
+
     def test_file_beside_the_index_is_a_warning(self, tmp_path: Path) -> None:
         index = self.make(
             tmp_path,

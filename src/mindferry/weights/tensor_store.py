@@ -133,8 +133,12 @@ class SafetensorsStore(TensorStore):
     @classmethod
     def open_index(cls, index: Path) -> SafetensorsStore:
         """Open all shards of `*.safetensors.index.json` and hold them against its table, both ways."""
-        table = read_index(index)
+        stated: list[int] = []
+        table = read_index(index, stated)
         store = cls([inside(index.parent, name) for name in sorted(set(table.values()))])
+        held = sum(store._entries[name][1].nbytes for name in store.names())
+        if stated and stated[0] != held:
+            store.warnings.append(f"{index.name}: total_size is {stated[0]}, the shards hold {held} bytes")
         _check_index(
             index, table, {name: store.location(name).name for name in store.names()}, store.warnings
         )
@@ -244,8 +248,12 @@ def check_link(root: Path, path: Path) -> None:
         raise MindferryError(f"{path}: not a regular file", remedy="remove it", id="weights.not-a-file")
 
 
-def read_index(index: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name -> shard file name."""
+def read_index(index: Path, stated: list[int] | None = None) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> shard file name.
+
+    Args:
+        stated: gets the index's total_size in bytes, where it has one.
+    """
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise damaged(index, f"larger than {MAX_INDEX_BYTES} bytes")
     try:
@@ -255,6 +263,10 @@ def read_index(index: Path) -> dict[str, str]:
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
         raise damaged(index, "expected an object with a table 'weight_map' of tensor name -> file name")
+    metadata = tree.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if stated is not None and isinstance(size, (int, float)) and not isinstance(size, bool):
+        stated.append(int(size) if size == size and abs(size) < 2**63 else -1)
     bad = next((name for name in table.values() if not _SHARD_NAME.fullmatch(name)), None)
     if bad is not None:  # names from a file nobody vouches for: never paths
         raise damaged(
