@@ -131,6 +131,36 @@ def test_the_rule():
     assert not session.decide(fast, "less", better, False)[0]
 
 
+def test_what_hides_in_noise_is_measured_once_more(run, monkeypatch):
+    """A step twice as fast, first under noise of a factor of three, then on a calm machine: measured twice, kept."""
+    from mindferry.checking import bench
+
+    rng = np.random.default_rng(3)
+    calls = []
+
+    def measured(tasks, rounds, folder, tick, parts):
+        calls.append(list(tasks))
+        spread = 1.2 if len(calls) == 2 else 0.01
+        losses = list(np.linspace(3, 2, rounds))
+        return {
+            name: bench.Side(
+                name,
+                {"step": list((0.1 if name == "changed" else 0.2) * rng.lognormal(0, spread, rounds))},
+                losses=losses,
+                peak_memory_bytes=1 << 30,
+            )
+            for name in tasks
+        }
+
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(session, "CHANGES", CHANGES[:1])
+    done = session.Session(run, session.Plan(24, 600)).tune()
+    assert calls == [["start"], ["current", "changed"], ["current", "changed"], ["start", "tuned"]]
+    tried = done.records[1]
+    assert tried["decision"] == "kept", tried
+    assert 1.5 < tried["ratio"] < 3
+
+
 def test_every_change_proposes_keys_of_run_yaml_or_says_why_not(run):
     content = run_yaml.read(run.yaml)
     start = session.changed(content, changes.smallest(content))
