@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindferry.diagnosis.communication import judge, measure, probe
-from mindferry.diagnosis.communication.examine import examine, exchange_of, from_record
+from mindferry.diagnosis.communication.examine import confirmed, examine, exchange_of, from_record
 from mindferry.errors import UsageError
 from mindferry.targets.run_directory import RunDirectory
 
@@ -44,8 +45,9 @@ def test_the_planted_fault_is_named(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAULTY))
     monkeypatch.setenv("FAULT", fault)
-    measured = measure.Trials(run, STEPS).parallel(2, overrides)
-    found = judge.causes(measured, exchange_of(run, 2))
+    trials, exchange = measure.Trials(run, STEPS), exchange_of(run, 2)
+    measured = confirmed(trials, trials.parallel(2, overrides), exchange, overrides)
+    found = judge.causes(measured, exchange)
     problems = [cause for cause in found if cause.finding.severity == "problem"]
     assert [cause.finding.id for cause in problems] == [culprit] * bool(culprit), [str(c) for c in found]
     if fault:
@@ -58,6 +60,34 @@ def test_the_planted_fault_is_named(
         assert remedy.overrides == {"runner_wrapper.reduce_every_micro_batch": False}
         assert measured.ranks[0].reductions == 2
         assert remedy.predicted == pytest.approx(measured.step - measured.mean("collective") / 2)
+
+
+def test_a_process_that_was_slow_once_is_not_blamed() -> None:
+    def of(*slow: float) -> measure.Scaling:
+        ranks = [
+            measure.Split(
+                r, 0.1, 0.0, own, max(slow) - own, 0.01, 0.0, 0.0, 64.0, 1.0, float(own == max(slow))
+            )
+            for r, own in enumerate(slow)
+        ]
+        return measure.Scaling(2, tuple(ranks), 14, 0.1, 0.05)
+
+    class Replayed:
+        def __init__(self, again: measure.Scaling) -> None:
+            self.again = again
+
+        def parallel(self, *_: object) -> measure.Scaling:
+            return replace(self.again, alone=None, alone_compute=None)
+
+    exchange, first = judge.Exchange(4 * 1000), of(0.05, 0.09)
+    assert judge.blamed(judge.causes(first, exchange)) == ("comm.slow-rank", 1)
+    assert confirmed(Replayed(of(0.05, 0.09)), first, exchange) is first
+    calm = of(0.0501, 0.05)
+    assert confirmed(Replayed(calm), first, exchange) == calm, "with what one process took, from the first"
+    assert judge.blamed(judge.causes(confirmed(Replayed(of(0.09, 0.05)), first, exchange), exchange)) != (
+        "comm.slow-rank",
+        1,
+    )
 
 
 def test_the_command(run: RunDirectory, tmp_path: Path) -> None:

@@ -47,9 +47,11 @@ def rotate(x, table):
 
 
 def layer(s: LayerSettings, x, p: list, table=None):
-    """x [S, B, H] through one layer without dropout; `p` has all twelve slots, None where absent."""
-    g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2 = p
+    """x [S, B, H] through one layer without dropout; `p` has all fourteen slots, None where absent."""
+    g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, gq, gk = p
     q, k, v = split_qkv(s, F.linear(norm(s, x, g1, b1), wq, bq))
+    if s.qk_norm:
+        q, k = F.rms_norm(q, q.shape[-1:], gq, s.eps), F.rms_norm(k, k.shape[-1:], gk, s.eps)
     if table is not None:
         q, k = rotate(q, table), rotate(k, table)
     repeat = s.num_heads // s.num_groups
@@ -57,14 +59,14 @@ def layer(s: LayerSettings, x, p: list, table=None):
     scores = q @ k.transpose(-1, -2) / math.sqrt(s.head_dim)
     scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     context = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(*x.shape[:2], -1)
-    x = x + F.linear(context, wp, bp)
-    pre = F.linear(norm(s, x, g2, b2), w1, c1)
+    middle = x + F.linear(context, wp, bp)
+    pre = F.linear(norm(s, x if s.parallel_residual else middle, g2, b2), w1, c1)
     if s.gated:
         gate, up = (pre[..., 0::2], pre[..., 1::2]) if s.interleaved else pre.chunk(2, -1)
         act = ACTIVATIONS[s.activation](gate) * up
     else:
         act = ACTIVATIONS[s.activation](pre)
-    return x + F.linear(act, w2, c2)
+    return middle + F.linear(act, w2, c2)
 
 
 class Case:

@@ -27,6 +27,8 @@ LLAMA = LayerSettings(
     qkv_bias=False,
     bias=False,
 )
+QWEN3 = replace(LLAMA, qk_norm=True, eps=1e-6)
+NEOX = replace(GPT2, rotary_half=4, parallel_residual=True, activation="gelu_erf")
 VARIANTS = {
     "gpt2": (GPT2, 37, 2),
     "gelu_erf": (replace(GPT2, activation="gelu_erf"), 19, 3),
@@ -45,6 +47,16 @@ VARIANTS = {
     "partial rotary": (replace(LLAMA, rotary_half=5), 17, 1),
     "one key/value head": (replace(LLAMA, num_groups=1), 140, 2),
     "groups enough for the threads": (replace(LLAMA, num_heads=8, num_groups=4), 20, 5),
+    "qwen3": (QWEN3, 29, 2),
+    "qwen3, one token": (QWEN3, 1, 3),
+    "qwen3, contiguous qkv": (replace(QWEN3, contiguous_qkv=True), 31, 1),
+    "qwen3, one key/value head": (replace(QWEN3, num_groups=1, head_dim=7, rotary_half=3), 150, 2),
+    "neox": (NEOX, 27, 2),
+    "neox, one token": (NEOX, 1, 1),
+    "neox, grouped and odd": (replace(NEOX, num_heads=6, num_groups=2, head_dim=13, rotary_half=3), 33, 3),
+    "neox, several blocks of queries": (NEOX, 301, 1),
+    "both": (replace(QWEN3, parallel_residual=True), 21, 2),
+    "both, LayerNorm": (replace(NEOX, qk_norm=True), 21, 2),
 }
 
 
@@ -53,8 +65,10 @@ def check(case, lib, tolerance, chosen=None):
     expected_y, expected = case.expected()
     assert distance(y, expected_y) < tolerance
     for name, found, wanted in zip(["x", *case.s.parameter_shapes()], grads, expected, strict=True):
-        # A key's bias has no influence on a softmax: its true gradient is 0, compare on the scale of the rest.
-        scale = max(np.linalg.norm(wanted), 1e-3 * np.linalg.norm(expected[0]))
+        # A key's bias has no influence on a softmax, nor have query and key of one token: where the true gradient
+        # is 0 the scale is the rest's. A head norm's gamma sums the rounding of all tokens and heads.
+        least = 0.1 if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else 1e-3
+        scale = max(np.linalg.norm(wanted), least * np.linalg.norm(expected[0]))
         assert np.linalg.norm(found - wanted) / scale < tolerance, name
 
 
@@ -66,7 +80,7 @@ def test_float32_matches_float64_reference(lib, name):
 
 @pytest.mark.skipif(not has_bf16(), reason="this CPU has no bfloat16 products")
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "several blocks of queries", "one token", "one key/value head"]
+    "name", ["gpt2", "llama", "several blocks of queries", "one token", "one key/value head", "qwen3", "neox"]
 )
 def test_bfloat16_is_within_its_rounding(lib, name):
     s, seq, batch = VARIANTS[name]
@@ -96,6 +110,8 @@ def test_any_shape(lib, data):
         bias=draw(st.booleans()),
         recompute_attention=draw(st.booleans()),
         recompute_mlp=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        parallel_residual=draw(st.booleans()),
     )
     check(Case(s, draw(st.integers(1, 40)), draw(st.integers(1, 3)), draw(st.integers(0, 99))), lib, 1e-4)
 
@@ -109,8 +125,9 @@ def test_tiny_and_huge_activations(lib, scale):
     "bf16", [False, pytest.param(True, marks=pytest.mark.skipif(not has_bf16(), reason="-"))]
 )
 @pytest.mark.parametrize("parts", [(True, False), (False, True), (True, True)])
-def test_recompute_changes_memory_and_nothing_else(lib, parts, bf16):
-    s = replace(GPT2, bf16=bf16)
+@pytest.mark.parametrize("base", [GPT2, QWEN3, NEOX], ids=["gpt2", "qwen3", "neox"])
+def test_recompute_changes_memory_and_nothing_else(lib, parts, bf16, base):
+    s = replace(base, bf16=bf16)
     case = Case(s, 40, 2)
     y, grads = case.run(lib)
     again = replace(s, recompute_attention=parts[0], recompute_mlp=parts[1])
@@ -126,8 +143,9 @@ def test_recompute_changes_memory_and_nothing_else(lib, parts, bf16):
         assert after + stays < 0.5 * (before + stays)
 
 
-def test_same_result_with_any_number_of_threads(lib):
-    case = Case(GPT2, 70, 3)
+@pytest.mark.parametrize("s", [GPT2, QWEN3, NEOX], ids=["gpt2", "qwen3", "neox"])
+def test_same_result_with_any_number_of_threads(lib, s):
+    case = Case(s, 70, 3)
     threads = lib.threads()
     _, many = case.run(lib)
     try:
@@ -139,8 +157,9 @@ def test_same_result_with_any_number_of_threads(lib):
         assert distance(a, b) < 1e-6
 
 
-def test_dropout_gradient_belongs_to_its_mask(lib):
-    s = replace(GPT2, attention_dropout=0.2, hidden_dropout=0.3)
+@pytest.mark.parametrize("base", [GPT2, NEOX], ids=["gpt2", "neox"])
+def test_dropout_gradient_belongs_to_its_mask(lib, base):
+    s = replace(base, attention_dropout=0.2, hidden_dropout=0.3)
     case = Case(s, 24, 2)
 
     def forward():

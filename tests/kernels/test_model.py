@@ -33,18 +33,26 @@ def test_fused_is_portable_in_float32(lib, mode):
     assert "token id 106 at [1, 2] is outside [0, 101)" in found["error"]
 
 
-def test_fused_is_portable_for_a_llama(lib):
-    found, _ = compare(
-        1,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="silu",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        num_heads=4,
-        num_query_groups=2,
-        tie_word_embeddings=False,
-    )
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "silu",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "num_heads": 4,
+    "num_query_groups": 2,
+    "tie_word_embeddings": False,
+}
+NEOX = {"position_embedding_type": "rope", "activation": "gelu_erf", "parallel_residual": True}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [LLAMA, {**LLAMA, "qk_layernorm": True, "head_dim": 20}, {**NEOX, "rotary_percent": 0.5}],
+    ids=["llama", "qwen3", "gpt_neox"],
+)
+def test_fused_is_portable_for_other_families(lib, family):
+    found, _ = compare(1, **family)
     assert found["classes"] == ["GPTModel", "FusedGPTModel"]
     assert found["same_tree"]
     assert max(found["loss"], found["logits"], found["grads"]) < 1e-5

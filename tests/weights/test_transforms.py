@@ -112,6 +112,7 @@ WORD_TARGETS = {
     "qkv_per_group": ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"),
     "qkv_head_dim_three": ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"),
     "qkv_separate": ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"),
+    "gate_up_interleaved": ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
     "gate_up_separate": ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
     "gate_up_concatenated": ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
     # These drop rows; test_rows_that_are_dropped_and_filled has their way back.

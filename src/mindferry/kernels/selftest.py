@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from mindferry.kernels.settings import LayerSettings
 
 
 def layer_reference(s: LayerSettings, x: np.ndarray, p: list[np.ndarray]) -> np.ndarray:
-    """A LayerNorm, multi-head, gelu_tanh layer without dropout: x [S, B, H] -> [S, B, H], float64."""
+    """A LayerNorm, multi-head, gelu_tanh layer without dropout and rotation: x [S, B, H] -> [S, B, H], float64."""
 
     def norm(y: np.ndarray, gamma: np.ndarray, beta: np.ndarray) -> np.ndarray:
         centred = y - y.mean(-1, keepdims=True)
@@ -23,13 +25,15 @@ def layer_reference(s: LayerSettings, x: np.ndarray, p: list[np.ndarray]) -> np.
     seq, batch, _ = x.shape
     qkv = (norm(x, p[0], p[1]) @ p[2].T + p[3]).reshape(seq, batch, s.num_heads, 3, s.head_dim)
     q, k, v = (qkv[:, :, :, i].transpose(1, 2, 0, 3) for i in range(3))
+    if s.qk_norm:
+        q, k = (y / np.sqrt((y**2).mean(-1, keepdims=True) + s.eps) * g for y, g in ((q, p[12]), (k, p[13])))
     scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(s.head_dim)
     scores = np.where(np.tri(seq, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     context = (weights @ v).transpose(2, 0, 1, 3).reshape(seq, batch, -1)
     middle = x + context @ p[4].T + p[5]
-    pre = norm(middle, p[6], p[7]) @ p[8].T + p[9]
+    pre = norm(x if s.parallel_residual else middle, p[6], p[7]) @ p[8].T + p[9]
     act = 0.5 * pre * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (pre + 0.044715 * pre**3)))
     return middle + act @ p[10].T + p[11]
 
@@ -40,19 +44,22 @@ def _far(name: str, found: np.ndarray | float, expected: np.ndarray | float, tol
     return [] if error <= limit else [f"{name} is off by {error:.2g}"]
 
 
-def _layer(lib: Library, bf16: bool) -> list[str]:
-    s = LayerSettings(hidden_size=32, num_heads=2, num_groups=2, head_dim=16, ffn_hidden_size=48, bf16=bf16)
+def _layer(lib: Library, kind: str, **changes: Any) -> list[str]:
+    base = LayerSettings(hidden_size=32, num_heads=2, num_groups=2, head_dim=16, ffn_hidden_size=48)
+    s = replace(base, **changes)
     rng = np.random.default_rng(1)
     p = [rng.normal(0, 0.3, shape).astype(np.float32) for shape in s.parameter_shapes().values()]
     x = rng.normal(0, 1, (9, 2, 32)).astype(np.float32)
     dy = rng.normal(0, 1, x.shape).astype(np.float32)
     settings, y, rotary = s.packed(), np.empty_like(x), np.zeros(1, np.float32)
+    slots = s.slots(p, rotary)
     kept = np.empty(lib.kept_bytes(settings, 9, 2), np.uint8)
-    lib.call("mf_layer_forward", [settings, x, *p, rotary], [y, kept])
+    lib.call("mf_layer_forward", [settings, x, *slots, rotary], [y, kept])
     grads = [np.empty_like(a) for a in (x, *p)]
-    lib.call("mf_layer_backward", [settings, x, *p, rotary, kept, dy], grads)
+    outputs = [grads[0], *s.slots(grads[1:], np.zeros(1, np.float32))]
+    lib.call("mf_layer_backward", [settings, x, *slots, rotary, kept, dy], outputs)
     values = [a.astype(np.float64) for a in (x, *p)]
-    name, tolerance = ("layer in bfloat16", 4e-2) if bf16 else ("layer", 1e-5)
+    name, tolerance = (f"{kind} in bfloat16", 4e-2) if s.bf16 else (kind, 1e-5)
     failed = _far(f"{name}: output", y, layer_reference(s, values[0], values[1:]), tolerance)
     # Along one random direction a gradient is one number, which central differences give as well.
     step = 1e-5
@@ -125,13 +132,16 @@ def _adamw(lib: Library) -> list[str]:
 def failures(lib: Library) -> list[str]:
     """One line for each kernel whose result is not numpy's; [] when all is well. Takes well under a second."""
     checks: list[Callable[[], list[str]]] = [
-        lambda: _layer(lib, False),
+        lambda: _layer(lib, "layer"),
+        lambda: _layer(lib, "layer with qk_norm", qk_norm=True),
+        lambda: _layer(lib, "layer with parallel_residual", parallel_residual=True),
         lambda: _head(lib),
         lambda: _embedding(lib),
         lambda: _adamw(lib),
     ]
     if has_bf16():
-        checks.append(lambda: _layer(lib, True))
+        checks.append(lambda: _layer(lib, "layer", bf16=True))
+        checks.append(lambda: _layer(lib, "layer with qk_norm", bf16=True, qk_norm=True))
     failed = []
     for check in checks:
         try:

@@ -24,6 +24,8 @@ class LayerSettings:
         interleaved: gate and up rows of fc1 alternate (mindformers' default); else gate first.
         contiguous_qkv: QKV rows are all queries, all keys, all values; else group by group.
         keep: keep activations for a backward pass (training).
+        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
+        parallel_residual: attention and MLP both read the layer's input (GPT-NeoX).
     """
 
     hidden_size: int
@@ -43,12 +45,14 @@ class LayerSettings:
     recompute_attention: bool = False
     recompute_mlp: bool = False
     keep: bool = True
+    qk_norm: bool = False
+    parallel_residual: bool = False
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     eps: float = 1e-5
 
     def packed(self) -> np.ndarray:
-        """int64 [20]."""
+        """int64 [22]."""
         return pack(
             (
                 self.hidden_size,
@@ -68,6 +72,8 @@ class LayerSettings:
                 self.recompute_attention,
                 self.recompute_mlp,
                 self.keep,
+                self.qk_norm,
+                self.parallel_residual,
                 float(self.attention_dropout),
                 float(self.hidden_dropout),
                 float(self.eps),
@@ -98,11 +104,15 @@ class LayerSettings:
         norm("pre_mlp_layernorm")
         linear("mlp.linear_fc1", wide, hidden, self.bias)
         linear("mlp.linear_fc2", hidden, self.ffn_hidden_size, self.bias)
+        if self.qk_norm:
+            shapes["self_attention.q_layernorm.weight"] = (self.head_dim,)
+            shapes["self_attention.k_layernorm.weight"] = (self.head_dim,)
         return shapes
 
     def slots(self, present: Sequence[T], absent: T) -> list[T]:
-        """The kernels' twelve parameter arguments: `present` in order, `absent` where the layer has none."""
+        """The kernels' fourteen parameter arguments: `present` in order, `absent` where the layer has none."""
         has_beta, bias = not self.rms, self.bias
-        has = (True, has_beta, True, self.qkv_bias, True, bias, True, has_beta, True, bias, True, bias)
+        has = [True, has_beta, True, self.qkv_bias, True, bias, True, has_beta, True, bias, True, bias]
+        has += [self.qk_norm] * 2
         rest = iter(present)
         return [next(rest) if there else absent for there in has]

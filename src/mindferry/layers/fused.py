@@ -25,20 +25,18 @@ def computes_in_bf16(config) -> bool:
     return config.compute_dtype == ms.bfloat16 and kernels.has_bf16()
 
 
-def why_not(config, activation, parallel_residual=False) -> str:
+def why_not(config, activation) -> str:
     """'' when the fused layer can stand for this configuration here, else the reason.
 
     Args:
         config: mindformers TransformerConfig.
         activation: the exact function, a mindferry.spec.Activation.
-        parallel_residual: attention and MLP side by side (GPT-NeoX).
     """
-    if parallel_residual:
-        return "no kernel for attention and MLP side by side (parallel_residual)"
     if activation not in ACTIVATIONS:
         return f"no kernel for activation {activation}"
+    if config.qk_layernorm and config.normalization != "RMSNorm":
+        return f"no kernel for {config.normalization} of query and key"
     for name, reason in (
-        ("qk_layernorm", "no kernel for norms of query and key"),
         ("multi_latent_attention", "no kernel for latent attention"),
         ("num_moe_experts", "no kernel for experts"),
         ("apply_residual_connection_post_layernorm", "no kernel for residuals after the norm"),
@@ -72,6 +70,7 @@ def layer_settings(config, activation, **changes) -> LayerSettings:
         "rms": config.normalization == "RMSNorm",
         "qkv_bias": bool(config.add_bias_linear or config.add_qkv_bias),
         "bias": bool(config.add_bias_linear),
+        "qk_norm": bool(config.qk_layernorm),
         "attention_dropout": float(config.attention_dropout or 0.0),
         "hidden_dropout": float(config.hidden_dropout or 0.0),
         "eps": float(config.layernorm_epsilon),
@@ -88,10 +87,18 @@ class FusedTransformerLayer(TransformerLayer):
     """
 
     def __init__(
-        self, config, submodules, layer_number=1, hidden_dropout=None, activation="gelu_tanh", rotary_dim=0
+        self,
+        config,
+        submodules,
+        layer_number=1,
+        hidden_dropout=None,
+        activation="gelu_tanh",
+        rotary_dim=0,
+        parallel_residual=False,
     ):
         super().__init__(config, submodules, layer_number, hidden_dropout)
         self.activation, self.rotary_dim = activation, rotary_dim
+        self.parallel_residual, self.qk_norm = parallel_residual, bool(config.qk_layernorm)
         self.rms = config.normalization == "RMSNorm"
         self.has_bias = bool(config.add_bias_linear)
         self.has_qkv_bias = bool(config.add_bias_linear or config.add_qkv_bias)
@@ -112,6 +119,7 @@ class FusedTransformerLayer(TransformerLayer):
             self.config,
             self.activation,
             rotary_half=self.rotary_dim // 2,
+            parallel_residual=self.parallel_residual,
             recompute_attention="attention" in self.recompute_parts,
             recompute_mlp="mlp" in self.recompute_parts,
             hidden_dropout=float(self.hidden_dropout or 0.0),
@@ -149,6 +157,8 @@ class FusedTransformerLayer(TransformerLayer):
         proj_bias = attention.linear_proj.bias if self.has_bias else none
         fc1_bias = mlp.linear_fc1.bias if self.has_bias else none
         fc2_bias = mlp.linear_fc2.bias if self.has_bias else none
+        query_gamma = attention.q_layernorm.weight if self.qk_norm else none
+        key_gamma = attention.k_layernorm.weight if self.qk_norm else none
         rotary = none if rotary_pos_emb is None else rotary_pos_emb
         operator = self.train_op if self.training else self.eval_op
         output, _ = operator(
@@ -165,6 +175,8 @@ class FusedTransformerLayer(TransformerLayer):
             fc1_bias,
             mlp.linear_fc2.weight,
             fc2_bias,
+            query_gamma,
+            key_gamma,
             rotary,
         )
         return output, context, extra_loss, attention_loss
@@ -261,17 +273,22 @@ class FusedGPTModel(GPTModel):
         return loss, self.init_mtp_loss, extra_loss, attention_loss
 
 
-def fused_layer_spec(config, activation, rotary_dim=0):
+def fused_layer_spec(config, activation, rotary_dim=0, parallel_residual=False):
     """TransformerBlockSubmodules of `config.num_layers` fused layers; same parameters as the portable ones.
 
     Args:
         config: mindformers TransformerConfig.
         activation: the exact function, a mindferry.spec.Activation.
         rotary_dim: rotated columns of a head; 0: no rotary positions.
+        parallel_residual: attention and MLP side by side (GPT-NeoX).
     """
     layer = portable_layer_spec(config, activation).layer_specs[0]
     layer.module = FusedTransformerLayer
-    layer.params = {"activation": activation, "rotary_dim": rotary_dim}
+    layer.params = {
+        "activation": activation,
+        "rotary_dim": rotary_dim,
+        "parallel_residual": parallel_residual,
+    }
     norm = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
 

@@ -21,7 +21,7 @@ def _operator(name, shape, dtype, bprop=None):
 class LayerOp(nn.Cell):
     """One whole transformer layer.
 
-    Inputs: hidden_states [S, B, H] float32, the twelve parameters in the order of
+    Inputs: hidden_states [S, B, H] float32, the fourteen parameters in the order of
     LayerSettings.parameter_shapes(), and cos and sin [2, S, rotary_half]. What the layer does not have is
     `absent`, any tensor: a bprop needs a fixed number of inputs in graph mode.
     Output: hidden_states [S, B, H] float32 and what is kept for the backward pass.
@@ -37,17 +37,19 @@ class LayerOp(nn.Cell):
             return list(x), [library.kept_bytes(packed, x[0], x[1])]
 
         def backward_shape(_, x, *rest):
-            return tuple(list(shape) for shape in (x, *rest[:12]))
+            return tuple(list(shape) for shape in (x, *rest[:14]))
 
         self.forward_op = _operator("mf_layer_forward", forward_shape, lambda _, x, *rest: (x, ms.uint8))
-        self.backward_op = _operator("mf_layer_backward", backward_shape, lambda _, x, *rest: (x,) * 13)
+        self.backward_op = _operator("mf_layer_backward", backward_shape, lambda _, x, *rest: (x,) * 15)
 
-    def construct(self, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, rotary):
-        return self.forward_op(self.settings, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, rotary)
+    def construct(self, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, gq, gk, rotary):
+        return self.forward_op(
+            self.settings, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, gq, gk, rotary
+        )
 
-    def bprop(self, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, rotary, out, dout):
+    def bprop(self, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, gq, gk, rotary, out, dout):
         grads = self.backward_op(
-            self.settings, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, rotary, out[1], dout[0]
+            self.settings, x, g1, b1, wq, bq, wp, bp, g2, b2, w1, c1, w2, c2, gq, gk, rotary, out[1], dout[0]
         )
         return (*grads, ops.zeros_like(rotary))
 

@@ -99,7 +99,7 @@ def _fused_works(config, settings) -> bool:
     """Whether the fused layers can be used; a warning says why when not."""
     from mindferry.layers.fused import why_not
 
-    reason = why_not(config, settings.activation, settings.parallel_residual)
+    reason = why_not(config, settings.activation)
     if reason:
         logger.warning(f"layer_spec fused is not available, using portable: {reason}")
     return not reason
@@ -131,7 +131,10 @@ class GPTForTraining(TrainModelMixin, PreTrainedModel, ModelMixin):
 
             model_class = FusedGPTModel
             spec = fused_layer_spec(
-                transformer_config, settings.activation, rotary[0].shape[1] if rotary else 0
+                transformer_config,
+                settings.activation,
+                rotary[0].shape[1] if rotary else 0,
+                settings.parallel_residual,
             )
         elif portable:
             model_class = GPTModel

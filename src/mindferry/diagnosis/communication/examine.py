@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindferry.diagnosis.communication import probe
-from mindferry.diagnosis.communication.judge import Cause, Exchange, Remedy, causes
+from mindferry.diagnosis.communication.judge import Cause, Exchange, Remedy, blamed, causes
 from mindferry.diagnosis.communication.measure import Scaling, Trials, recorded
 from mindferry.targets import run_yaml
 from mindferry.targets.run_directory import RunDirectory
@@ -108,13 +108,30 @@ def examine(
     done = Examination()
     for workers in counts:
         done.scalings.append(trials.with_alone(workers))
-    last = done.scalings[-1]
-    if last.workers == 1:
+    if done.scalings[-1].workers == 1:
         return done
+    exchange = exchange_of(run, done.scalings[-1].workers)
+    last = done.scalings[-1] = confirmed(trials, done.scalings[-1], exchange)
     done.collective = probe.measure(Path(scratch.root) / "logs/probe", last.workers)
     tick("collectives alone")
-    done.causes = causes(last, exchange_of(run, last.workers), done.collective)
+    done.causes = causes(last, exchange, done.collective)
     for remedy in done.remedies if try_remedies else []:
         again = trials.parallel(last.workers, remedy.overrides, remedy.name)
         done.tried.append(Tried(remedy, last.step, again.step / remedy.batches))
     return done
+
+
+def confirmed(
+    trials: Trials, first: Scaling, exchange: Exchange, overrides: dict[str, Any] | None = None
+) -> Scaling:
+    """`first`, unless it blames a process that a second measurement acquits: then that one.
+
+    Something else that ran for a few seconds makes a process look slow; a fault of its own stays.
+    """
+    accused = blamed(causes(first, exchange))
+    if accused is None:
+        return first
+    again = trials.parallel(first.workers, overrides, f"once more: rank {accused[1]} was slow")
+    if blamed(causes(again, exchange)) == accused:
+        return first
+    return replace(again, alone=first.alone, alone_compute=first.alone_compute)

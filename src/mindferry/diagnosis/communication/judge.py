@@ -49,11 +49,12 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Cause:
-    """A finding with the seconds of a step that it costs."""
+    """A finding with the seconds of a step that it costs, and the rank that the others wait for if there is one."""
 
     seconds: float
     finding: Finding
     remedies: tuple[Remedy, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,20 @@ def _slow_process(measured: Scaling) -> Iterator[Cause]:
     part = max(excess, key=lambda name: excess[name])
     finding_id, cause, remedy = _why(last, others, part)
     text = f"rank {last.rank} keeps the others waiting: {share}"
-    yield Cause(waited, Finding(finding_id, _severity(waited, measured.step), text, cause, remedy))
+    finding = Finding(finding_id, _severity(waited, measured.step), text, cause, remedy)
+    yield Cause(waited, finding, rank=last.rank)
+
+
+def blamed(found: list[Cause]) -> tuple[str, int] | None:
+    """Id of the problem and rank of the process that the others wait for; None when there is none."""
+    return next(
+        (
+            (cause.finding.id, cause.rank)
+            for cause in found
+            if cause.rank is not None and cause.finding.severity == "problem"
+        ),
+        None,
+    )
 
 
 def by_chance(share: float, steps: int, workers: int) -> float:

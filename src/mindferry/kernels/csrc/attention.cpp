@@ -209,6 +209,73 @@ void attention_backward(const T* qkv, const T* context, const float* lse, const 
     });
 }
 
+namespace {
+
+// 1 / root mean square of one head.
+template <class T>
+float head_scale(const T* x, int64_t dim, float eps) {
+    float squares = 0.0f;
+    MF_SIMD_SUM(squares)
+    for (int64_t j = 0; j < dim; ++j) squares += load(x[j]) * load(x[j]);
+    return 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+}
+
+}  // namespace
+
+template <class T>
+void normalize_heads(const T* qkv, T* out, const HeadNorms& norms, const AttentionShape& s) {
+    parallel_blocks(s.seq * s.batch, 16, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            std::memcpy(out + row * s.width(), qkv + row * s.width(), sizeof(T) * s.width());
+            for (int64_t head = 0; head < s.heads + s.groups; ++head) {
+                const float* gamma = head < s.heads ? norms.query : norms.key;
+                const T* x = qkv + row * s.width() + s.head_at(head);
+                T* y = out + row * s.width() + s.head_at(head);
+                const float scale = head_scale(x, s.dim, norms.eps);
+                MF_SIMD
+                for (int64_t j = 0; j < s.dim; ++j) store(y + j, load(x[j]) * scale * gamma[j]);
+            }
+        }
+    });
+}
+
+template <class T>
+void normalize_heads_backward(const T* qkv, T* dqkv, const HeadNorms& norms, float* query, float* key,
+                              const AttentionShape& s) {
+    // At most 64 blocks, whatever the number of threads; their sums are added in order.
+    const int64_t rows = s.seq * s.batch, grain = std::max<int64_t>(4, (rows + 63) / 64);
+    const int64_t blocks = (rows + grain - 1) / grain;
+    float* partial = shared<float>(kPartial, blocks * 2 * s.dim);
+    std::memset(partial, 0, sizeof(float) * blocks * 2 * s.dim);
+    parallel_blocks(rows, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            for (int64_t head = 0; head < s.heads + s.groups; ++head) {
+                const float* gamma = head < s.heads ? norms.query : norms.key;
+                float* dgamma = partial + begin / grain * 2 * s.dim + (head < s.heads ? 0 : s.dim);
+                const T* x = qkv + row * s.width() + s.head_at(head);
+                T* d = dqkv + row * s.width() + s.head_at(head);
+                const float scale = head_scale(x, s.dim, norms.eps);
+                float dot = 0.0f;
+                MF_SIMD_SUM(dot)
+                for (int64_t j = 0; j < s.dim; ++j) {
+                    const float hat = load(x[j]) * scale;
+                    dgamma[j] += load(d[j]) * hat;
+                    dot += load(d[j]) * gamma[j] * hat;
+                }
+                dot /= static_cast<float>(s.dim);
+                MF_SIMD
+                for (int64_t j = 0; j < s.dim; ++j)
+                    store(d + j, scale * (load(d[j]) * gamma[j] - load(x[j]) * scale * dot));
+            }
+        }
+    });
+    for (float* sums : {query, key}) {
+        std::memset(sums, 0, sizeof(float) * s.dim);
+        for (int64_t b = 0; b < blocks; ++b)
+            for (int64_t j = 0; j < s.dim; ++j) sums[j] += partial[b * 2 * s.dim + (sums == key ? s.dim : 0) + j];
+    }
+}
+
 template <class T>
 void rotate(T* qkv, const float* table, int64_t half, bool inverse, const AttentionShape& s) {
     const float sign = inverse ? -1.0f : 1.0f;
@@ -217,7 +284,7 @@ void rotate(T* qkv, const float* table, int64_t half, bool inverse, const Attent
             const float* cosine = table + row / s.batch * half;
             const float* sine = cosine + s.seq * half;
             for (int64_t head = 0; head < s.heads + s.groups; ++head) {
-                T* x = qkv + row * s.width() + (head < s.heads ? s.query_at(head) : s.key_at(head - s.heads));
+                T* x = qkv + row * s.width() + s.head_at(head);
                 MF_SIMD
                 for (int64_t j = 0; j < half; ++j) {
                     const float a = load(x[j]), b = load(x[j + half]);
@@ -233,6 +300,9 @@ void rotate(T* qkv, const float* table, int64_t half, bool inverse, const Attent
     template void attention_forward<T>(const T*, T*, float*, const AttentionShape&, uint64_t);                 \
     template void attention_backward<T>(const T*, const T*, const float*, const T*, T*, const AttentionShape&, \
                                         uint64_t);                                                             \
+    template void normalize_heads<T>(const T*, T*, const HeadNorms&, const AttentionShape&);                   \
+    template void normalize_heads_backward<T>(const T*, T*, const HeadNorms&, float*, float*,                  \
+                                              const AttentionShape&);                                          \
     template void rotate<T>(T*, const float*, int64_t, bool, const AttentionShape&);
 MF_INSTANTIATE(float)
 MF_INSTANTIATE(bf16)

@@ -24,6 +24,8 @@ LayerShape::LayerShape(const int64_t* values) {
     recompute_attention = s.flag();
     recompute_mlp = s.flag();
     keep = s.flag();
+    qk_norm = s.flag();
+    parallel_residual = s.flag();
     attention.dropout = s.real();
     hidden_dropout = s.real();
     eps = s.real();
@@ -56,7 +58,7 @@ Kept::Kept(const LayerShape& s) {
     lse = take(k, s.attention.heads * rows * 4);
     context = take(k, rows * s.context_width() * size);
     qkv = take(k && !s.recompute_attention, rows * s.attention.width() * size);
-    residual = take(k && !(s.recompute_attention && s.recompute_mlp), rows * s.hidden * 4);
+    residual = take(k && !s.parallel_residual && !(s.recompute_attention && s.recompute_mlp), rows * s.hidden * 4);
     pre = take(k && !s.recompute_mlp, rows * s.wide() * size);
     const int64_t weights_count =
         s.hidden * (s.attention.width() + s.context_width() + s.wide() + s.ffn);
@@ -68,10 +70,10 @@ namespace {
 struct Parameters {
     const float *gamma1 = nullptr, *beta1 = nullptr, *qkv = nullptr, *qkv_bias = nullptr, *proj = nullptr,
                 *proj_bias = nullptr, *gamma2 = nullptr, *beta2 = nullptr, *fc1 = nullptr, *fc1_bias = nullptr,
-                *fc2 = nullptr, *fc2_bias = nullptr, *rotary = nullptr;
+                *fc2 = nullptr, *fc2_bias = nullptr, *q_gamma = nullptr, *k_gamma = nullptr, *rotary = nullptr;
 };
 
-// Parameters, or their gradients, in the order of the parameter tree.
+// Parameters, or their gradients, in the order of the parameter tree; the norms of query and key at the end.
 template <class Table>
 void take_parameters(Args& args, const LayerShape& s, Table& p) {
     p.gamma1 = args.floats("input_layernorm.gamma", {s.hidden});
@@ -86,6 +88,8 @@ void take_parameters(Args& args, const LayerShape& s, Table& p) {
     p.fc1_bias = args.optional(s.bias, "linear_fc1.bias", {s.wide()});
     p.fc2 = args.floats("linear_fc2.weight", {s.hidden, s.ffn});
     p.fc2_bias = args.optional(s.bias, "linear_fc2.bias", {s.hidden});
+    p.q_gamma = args.optional(s.qk_norm, "q_layernorm.weight", {s.attention.dim});
+    p.k_gamma = args.optional(s.qk_norm, "k_layernorm.weight", {s.attention.dim});
 }
 
 void take_rotary(Args& args, const LayerShape& s, Parameters& p) {
@@ -99,7 +103,7 @@ void take_rotary(Args& args, const LayerShape& s, Parameters& p) {
 struct Gradients {
     float *gamma1 = nullptr, *beta1 = nullptr, *qkv = nullptr, *qkv_bias = nullptr, *proj = nullptr,
           *proj_bias = nullptr, *gamma2 = nullptr, *beta2 = nullptr, *fc1 = nullptr, *fc1_bias = nullptr,
-          *fc2 = nullptr, *fc2_bias = nullptr;
+          *fc2 = nullptr, *fc2_bias = nullptr, *q_gamma = nullptr, *k_gamma = nullptr;
 };
 
 // The four matrices in the compute type: the parameters themselves, or bf16 copies.
@@ -131,6 +135,7 @@ class Layer {
         : s(shape), p(parameters), kept(shape), base(blob), rows(shape.rows()) {
         norm1 = {s.rms, static_cast<float>(s.eps), p.gamma1, p.beta1};
         norm2 = {s.rms, static_cast<float>(s.eps), p.gamma2, p.beta2};
+        head_norms = {p.q_gamma, p.k_gamma, static_cast<float>(s.eps)};
     }
 
     void forward(const float* x, float* y) {
@@ -147,10 +152,16 @@ class Layer {
         float* residual = at_or<float>(kept.residual, kMidResidual, rows * s.hidden);
         norm_forward<T>(x, nullptr, drop, kDropProj, nullptr, normed, at<float>(kept.stats1), rows, s.hidden, norm1);
         make_qkv(normed, w, qkv);
-        attention_forward(qkv, context, lse, s.attention, seed);
+        attention_forward<T>(attention_input(qkv), context, lse, s.attention, seed);
         gemm(mat(context, rows, s.context_width()), transposed(mat(w.proj, s.hidden, s.context_width())),
              mat(branch, rows, s.hidden), false, p.proj_bias);
-        norm_forward(x, branch, drop, kDropProj, residual, normed, at<float>(kept.stats2), rows, s.hidden, norm2);
+        float* stats2 = at<float>(kept.stats2);
+        if (s.parallel_residual) {
+            add_residual(x, branch, drop, kDropProj, residual, rows, s.hidden);
+            norm_forward<T>(x, nullptr, drop, kDropProj, nullptr, normed, stats2, rows, s.hidden, norm2);
+        } else {
+            norm_forward(x, branch, drop, kDropProj, residual, normed, stats2, rows, s.hidden, norm2);
+        }
         T* pre = at_or<T>(kept.pre, kPre, rows * s.wide());
         T* act = shared<T>(kWide, rows * s.ffn);
         make_pre(normed, w, pre);
@@ -169,7 +180,7 @@ class Layer {
         T* normed = shared<T>(kNormed, rows * s.hidden);
         T* branch = shared<T>(kBranch, rows * s.hidden);
         float* dmid = shared<float>(kGradMid, rows * s.hidden);
-        const float* residual = mid_residual(x, w, drop, branch);
+        const float* residual = s.parallel_residual ? x : mid_residual(x, w, drop, branch);
         mlp_backward(residual, dy, dmid, w, drop, normed, branch, g);
         attention_part_backward(x, dmid, dx, w, drop, normed, branch, g, seed);
     }
@@ -186,7 +197,15 @@ class Layer {
         const int64_t width = s.attention.width();
         gemm(mat(normed, rows, s.hidden), transposed(mat(w.qkv, width, s.hidden)), mat(qkv, rows, width), false,
              p.qkv_bias);
-        if (s.rotary_half > 0) rotate(qkv, p.rotary, s.rotary_half, false, s.attention);
+        if (s.rotary_half > 0 && !s.qk_norm) rotate(qkv, p.rotary, s.rotary_half, false, s.attention);
+    }
+    // What attention reads: `qkv` itself, or with norms of query and key, whose gradient needs their input, a copy.
+    T* attention_input(T* qkv) const {
+        if (!s.qk_norm) return qkv;
+        T* heads = shared<T>(kHeads, rows * s.attention.width());
+        normalize_heads(qkv, heads, head_norms, s.attention);
+        if (s.rotary_half > 0) rotate(heads, p.rotary, s.rotary_half, false, s.attention);
+        return heads;
     }
     void make_pre(const T* normed, const Weights<T>& w, T* pre) const {
         gemm(mat(normed, rows, s.hidden), transposed(mat(w.fc1, s.wide(), s.hidden)), mat(pre, rows, s.wide()), false,
@@ -203,8 +222,8 @@ class Layer {
         return residual;
     }
 
-    // Gradient through the MLP and its norm. On return `dmid` is the gradient at the middle residual and
-    // `branch` the one at the projection's output.
+    // Gradient through the MLP and its norm, whose input `residual` is (the layer's own with parallel_residual). On
+    // return `dmid` is the gradient there, dy included, and `branch` the one at the projection's output.
     void mlp_backward(const float* residual, const float* dy, float* dmid, const Weights<T>& w, const Dropout& drop,
                       T* normed, T* branch, const Gradients& g) const {
         const float* stats = at<float>(kept.stats2);
@@ -220,8 +239,14 @@ class Layer {
         gemm(transposed(mat(branch, rows, s.hidden)), mat(act, rows, s.ffn), mat(g.fc2, s.hidden, s.ffn));
         gemm(transposed(mat(dpre, rows, s.wide())), mat(normed, rows, s.hidden), mat(g.fc1, s.wide(), s.hidden));
         gemm(mat(dpre, rows, s.wide()), mat(w.fc1, s.wide(), s.hidden), mat(normed, rows, s.hidden));
-        norm_backward(residual, stats, normed, dy, dmid, branch, drop, kDropProj, {g.gamma2, g.beta2, g.proj_bias},
-                      rows, s.hidden, norm2);
+        if (s.parallel_residual) {
+            norm_backward<T>(residual, stats, normed, dy, dmid, nullptr, drop, kDropProj,
+                             {g.gamma2, g.beta2, nullptr}, rows, s.hidden, norm2);
+            mask_gradient(dy, drop, kDropProj, branch, g.proj_bias, rows, s.hidden);
+        } else {
+            norm_backward(residual, stats, normed, dy, dmid, branch, drop, kDropProj,
+                          {g.gamma2, g.beta2, g.proj_bias}, rows, s.hidden, norm2);
+        }
     }
 
     void attention_part_backward(const float* x, const float* dmid, float* dx, const Weights<T>& w,
@@ -237,8 +262,9 @@ class Layer {
         T* qkv = at_or<T>(kept.qkv, kQkv, rows * width);
         if (s.recompute_attention) make_qkv(normed, w, qkv);
         T* dqkv = shared<T>(kGradQkv, rows * width);
-        attention_backward(qkv, context, at<float>(kept.lse), dcontext, dqkv, s.attention, seed);
+        attention_backward<T>(attention_input(qkv), context, at<float>(kept.lse), dcontext, dqkv, s.attention, seed);
         if (s.rotary_half > 0) rotate(dqkv, p.rotary, s.rotary_half, true, s.attention);
+        if (s.qk_norm) normalize_heads_backward(qkv, dqkv, head_norms, g.q_gamma, g.k_gamma, s.attention);
         if (g.qkv_bias != nullptr) column_sums(dqkv, g.qkv_bias, rows, width);
         gemm(transposed(mat(dqkv, rows, width)), mat(normed, rows, s.hidden), mat(g.qkv, width, s.hidden));
         gemm(mat(dqkv, rows, width), mat(w.qkv, width, s.hidden), mat(normed, rows, s.hidden));
@@ -252,6 +278,7 @@ class Layer {
     char* base;
     const int64_t rows;
     Norm norm1, norm2;
+    HeadNorms head_norms;
 };
 
 LayerShape take_shape(Args& args, Arg& x) {
@@ -273,7 +300,7 @@ extern "C" int64_t mf_layer_kept_bytes(const int64_t* settings, int64_t seq, int
     return Kept(s).bytes;
 }
 
-// settings, x [S, B, H], 12 parameters, rotary table [2, S, half] -> y [S, B, H], kept [bytes] uint8
+// settings, x [S, B, H], 14 parameters, rotary table [2, S, half] -> y [S, B, H], kept [bytes] uint8
 MF_KERNEL(mf_layer_forward) {
     OpLock lock;
     Args args("layer_forward", n, data, ndims, shapes, dtypes);
@@ -294,7 +321,7 @@ MF_KERNEL(mf_layer_forward) {
     return 0;
 }
 
-// settings, x, 12 parameters, rotary, kept, dy -> dx, 12 parameter gradients
+// settings, x, 14 parameters, rotary, kept, dy -> dx, 14 parameter gradients
 MF_KERNEL(mf_layer_backward) {
     OpLock lock;
     Args args("layer_backward", n, data, ndims, shapes, dtypes);

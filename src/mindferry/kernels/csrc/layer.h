@@ -1,4 +1,5 @@
-// One transformer layer, x -> x + attention(norm(x)) -> + mlp(norm(.)), forward and backward.
+// One transformer layer, x -> x + attention(norm(x)) -> + mlp(norm(.)), or with parallel_residual
+// x + attention(norm(x)) + mlp(norm(x)); forward and backward.
 #pragma once
 
 #include "api.h"
@@ -7,7 +8,7 @@
 
 namespace mf {
 
-constexpr int64_t kLayerSettings = 20;
+constexpr int64_t kLayerSettings = 22;
 
 struct LayerShape {
     int64_t hidden, ffn, rotary_half;
@@ -15,6 +16,8 @@ struct LayerShape {
     ActivationSpec activation;
     bool bf16_compute, rms, qkv_bias, bias;
     bool recompute_attention, recompute_mlp, keep;
+    bool qk_norm;             // RMSNorm of every query and key head, before the rotation
+    bool parallel_residual;   // the MLP reads the layer's input, too
     double hidden_dropout, eps;
 
     explicit LayerShape(const int64_t* settings);

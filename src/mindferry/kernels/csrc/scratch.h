@@ -8,7 +8,7 @@ namespace mf {
 
 enum Slot : int {
     kNormed, kBranch, kWide, kWide2, kGradMid, kGradQkv, kQkv, kPre, kMidResidual, kPartial, kPartial2,
-    kWeight, kHead, kDelta, kGradK, kGradV, kContext, kSlots
+    kWeight, kHead, kDelta, kGradK, kGradV, kContext, kHeads, kSlots
 };
 enum LocalSlot : int { kTileScores, kTileGrad, kTileQ, kTileK, kTileKT, kTileV, kTileVT, kTileDO, kTileOut,
                        kTileDK, kTileDV, kTileDQ, kLocalSlots };
