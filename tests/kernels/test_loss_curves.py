@@ -27,7 +27,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer GPT-2 with fresh weights, less than one epoch of Python's help, 512 tokens a step."""
+    """A two-layer GPT-2 with fresh weights, Python's help, 1024 tokens a step.
+
+    At twice the rate and half the batch, training amplifies any rounding: PyTorch parts from itself by 0.7 % when its
+    first weights are off by a relative 1e-3, so nothing could be told from the curves.
+    """
     from mindferry.demo import source
 
     folder = tmp_path_factory.mktemp("curves")
@@ -35,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
     source.build(folder / "gpt2", steps=0, **settings, **dropout)
     source.write_corpus(folder / "text")
-    choices = {"seq_length": 64, "batch_size": 8, "steps": STEPS, "learning_rate": 2e-3}
+    choices = {"seq_length": 64, "batch_size": 16, "steps": STEPS, "learning_rate": 1e-3}
     return make_run(folder / "gpt2", folder / "text", folder / "run", **choices)
 
 
@@ -90,7 +94,7 @@ def gaps(ours: list[float], theirs: list[float]) -> np.ndarray:
     return np.abs(a - b) / b
 
 
-@pytest.mark.long  # three trainings and a control: some three minutes on two busy cores
+@pytest.mark.long  # three trainings and a control: a minute on two idle cores
 def test_the_curves_of_200_steps_lie_within_half_a_percent(run: Path) -> None:
     portable, batches, content = mindferry_losses(run, "portable", "float32")
     fused, seen, _ = mindferry_losses(run, "fused", "bfloat16")
