@@ -99,7 +99,7 @@ def _embedding(lib: Library) -> list[str]:
     rng = np.random.default_rng(3)
     words, places = (rng.normal(0, 1, (n, 8)).astype(np.float32) for n in (11, 5))
     ids, at = rng.integers(0, 11, (2, 4)).astype(np.int32), np.tile(np.arange(4, dtype=np.int32), (2, 1))
-    settings, seed = pack((11, 5, 8, True, 0.0)), np.empty(1, np.int64)
+    settings, seed = pack((11, 5, 8, True, False, 0.0)), np.empty(1, np.int64)
     y, dwords, dplaces = np.empty((4, 2, 8), np.float32), np.empty_like(words), np.empty_like(places)
     lib.call("mf_embedding_forward", [settings, ids, at, words, places], [y, seed])
     dy = rng.normal(0, 1, y.shape).astype(np.float32)

@@ -239,7 +239,7 @@ class FusedGPTModel(GPTModel):
         words = self.embedding.word_embeddings.weight
         places = self.embedding.position_embeddings.weight if self.learned_positions else self.absent
         embed = self.train_embedding if self.training else self.eval_embedding
-        hidden_states, _ = embed(
+        hidden_states, _, words = embed(
             ops.cast(input_ids, ms.int32), ops.cast(position_ids, ms.int32), words, places
         )
         rotary = None
@@ -313,8 +313,10 @@ def make_fused(model, config, embedding_dropout=0.0, rotary=None) -> None:
     model.learned_positions = config.position_embedding_type == "learned_absolute"
     positions = model.max_sequence_length if model.learned_positions else 0
     model.absent = ms.Tensor([0.0], ms.float32)
-    model.train_embedding = EmbeddingOp(model.vocab_size, positions, model.hidden_size, embedding_dropout)
-    model.eval_embedding = EmbeddingOp(model.vocab_size, positions, model.hidden_size, 0.0)
+    table = (model.vocab_size, positions, model.hidden_size)
+    tied = bool(model.share_embeddings_and_output_weights)
+    model.train_embedding = EmbeddingOp(*table, embedding_dropout, tied)
+    model.eval_embedding = EmbeddingOp(*table, 0.0, tied)
     model.head = HeadLossOp(bf16, mean=not model.calculate_per_token_loss)
     model.logits = LinearOp(bf16, has_bias=False)
     kernels.seed_step(ms.get_seed() or 0, 0)

@@ -58,34 +58,44 @@ class EmbeddingOp(nn.Cell):
     """Word plus position rows, with dropout.
 
     Inputs: input_ids and position_ids [B, S] int32, word weights [V, H], position weights [P, H] (any tensor
-    without positions). Output: [S, B, H] float32 and the seed of the dropout mask.
+    without positions). Output: [S, B, H] float32, the seed of the dropout mask, and the word weights.
+
+    `tied`: the head must take its weights from the third output. Its gradient of them then arrives here and is
+    added to in place, where autodiff would hold both tables' gradients and their sum at once.
     """
 
-    def __init__(self, vocab_size, max_positions, hidden_size, dropout):
+    def __init__(self, vocab_size, max_positions, hidden_size, dropout, tied):
         super().__init__()
         has_positions = max_positions > 0
-        packed = pack((vocab_size, max_positions, hidden_size, has_positions, float(dropout)))
+        self.tied = tied
+        packed = pack((vocab_size, max_positions, hidden_size, has_positions, tied, float(dropout)))
         self.settings = ms.Tensor(packed)
         self.forward_op = _operator(
             "mf_embedding_forward",
             lambda _, ids, at, words, places: ([ids[1], ids[0], hidden_size], [1]),
             lambda _, ids, at, words, places: (words, ms.int64),
         )
-        self.backward_op = _operator(
-            "mf_embedding_backward",
-            lambda _, ids, at, seed, dx: (
-                ([vocab_size, hidden_size], [max_positions, hidden_size])
-                if has_positions
-                else ([vocab_size, hidden_size], [1])
-            ),
-            lambda _, ids, at, seed, dx: (dx, dx),
-        )
+        places_shape = [max_positions, hidden_size] if has_positions else [1]
+        if tied:
+            self.backward_op = _operator("mf_embedding_backward", places_shape, ms.float32)
+            self.backward_op.add_prim_attr("side_effect_mem", True)
+        else:
+            self.backward_op = _operator(
+                "mf_embedding_backward",
+                lambda _, ids, at, seed, dx: ([vocab_size, hidden_size], places_shape),
+                lambda _, ids, at, seed, dx: (dx, dx),
+            )
 
     def construct(self, input_ids, position_ids, words, places):
-        return self.forward_op(self.settings, input_ids, position_ids, words, places)
+        output, seed = self.forward_op(self.settings, input_ids, position_ids, words, places)
+        return output, seed, words
 
     def bprop(self, input_ids, position_ids, words, places, out, dout):
-        dwords, dplaces = self.backward_op(self.settings, input_ids, position_ids, out[1], dout[0])
+        if self.tied:
+            dplaces = self.backward_op(self.settings, input_ids, position_ids, out[1], dout[0], dout[2])
+            dwords = ops.depend(dout[2], dplaces)
+        else:
+            dwords, dplaces = self.backward_op(self.settings, input_ids, position_ids, out[1], dout[0])
         return ops.zeros_like(input_ids), ops.zeros_like(position_ids), dwords, dplaces
 
 

@@ -31,13 +31,14 @@ namespace {
 
 struct Embedding {
     int64_t vocab, positions, hidden, batch, seq;
-    bool has_positions;
+    bool has_positions, tied;
     double dropout;
     const int32_t *ids, *at;
 
     Embedding(Args& args) {
-        Settings s(args, 5);
+        Settings s(args, 6);
         vocab = s.integer(), positions = s.integer(), hidden = s.integer(), has_positions = s.flag();
+        tied = s.flag();
         dropout = s.real();
         if (!(dropout >= 0.0 && dropout < 1.0)) args.fail("dropout outside [0, 1)");
         const Arg id = args.next("input_ids", "int32", {-1, -1});
@@ -86,6 +87,7 @@ MF_KERNEL(mf_embedding_forward) {
 }
 
 // settings, ids, position ids, seed, dx [S, B, H] -> dwords [V, H], dpositions [P, H]
+// Tied: dwords is an input, the head's gradient of the same table, that is added to in place.
 MF_KERNEL(mf_embedding_backward) {
     OpLock lock;
     Args args("embedding_backward", n, data, ndims, shapes, dtypes);
@@ -97,9 +99,11 @@ MF_KERNEL(mf_embedding_backward) {
     float* places = args.optional(e.has_positions, "position gradient", {e.positions, e.hidden});
     args.done();
     const Dropout drop = Dropout::make(e.dropout, seed);
-    parallel_blocks(e.vocab, 1024, [&](int64_t begin, int64_t end) {
-        std::memset(words + begin * e.hidden, 0, sizeof(float) * (end - begin) * e.hidden);
-    });
+    if (!e.tied) {
+        parallel_blocks(e.vocab, 1024, [&](int64_t begin, int64_t end) {
+            std::memset(words + begin * e.hidden, 0, sizeof(float) * (end - begin) * e.hidden);
+        });
+    }
     if (places != nullptr) std::memset(places, 0, sizeof(float) * e.positions * e.hidden);
     // Every task owns some columns and adds all tokens to them in order: no races, the same sums always.
     parallel_blocks(e.hidden, 128, [&](int64_t begin, int64_t end) {
